@@ -1,0 +1,311 @@
+"""The probe: runs the port's ops one by one on given inputs, and takes down what each wrote.
+
+It watches the engine (`port.observer`). Before an op it puts the case's inputs into the canonical
+buffers and poison into the op's pure outputs; right after it copies the result (ops work in place,
+buffers are shared), looks for changes anywhere else, and undoes those. An op without a case does
+not run at all, so that one layer of sixteen, or one op of a layer, costs what it costs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from harness.memory import Change, Memory, Region
+from harness.taps import DECODE, PREFILL, Tap
+from port import main as engine_main
+from port.device import Incident
+from port.main import Engine
+from port.observer import Observer
+from reference.rounding import bf16_bits
+
+if TYPE_CHECKING:
+    from harness.control import ControlRecorder
+
+_ROW_BYTES = engine_main.KV_DIM * engine_main.BF16
+_POISON_BITS = 0xFFFF
+_CONTROL_BUFFERS = ("gpu_block_table", "gpu_seq_lens", "gpu_active_slots", "gpu_last_tokens")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One prefill or one decode step, as it should go: what its rows are and where its pages lie.
+
+    index: counts the prefills, and apart from them the steps. slots: of each row in decode; of the
+    prompt in prefill. positions: of each row. tokens: fed, one a row. table: the block table
+    int32 (2, 16, 128) once this event's blocks are handed out. sequences: which prompt each row
+    belongs to (one entry in prefill).
+    """
+
+    phase: str
+    index: int
+    slots: tuple[int, ...]
+    positions: tuple[int, ...]
+    tokens: tuple[int, ...]
+    table: np.ndarray
+    sequences: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one place: what goes in, and the real results of the ideal and of the exact run.
+
+    inputs: as the reference recorded them. real: float64 (argmax: int64), unrounded. exact: the
+    exact run's result at this tap, or None (battery).
+    """
+
+    event: Event
+    tap: Tap
+    layer: int | None
+    input: str
+    inputs: Mapping[str, Any]
+    real: torch.Tensor
+    exact: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the port made of a case. got: bf16 bits uint16 of the real result's shape, or (argmax)
+    token ids int64; None where the op never ran. unchanged: the output was never written."""
+
+    case: Case
+    got: np.ndarray | None
+    unchanged: bool = False
+    changes: tuple[Change, ...] = ()
+    incidents: tuple[Incident, ...] = ()
+
+
+class Probe(Observer):
+    """Feed it cases, run the engine, take its observations.
+
+    forced: decode step k feeds slot s the id forced[s][k] (wrapping), whatever argmax found.
+    control: takes down the control flow of the next run, if given.
+    """
+
+    def __init__(self, engine: Engine, forced: Sequence[Sequence[int]] | None = None) -> None:
+        self.memory = Memory(engine)
+        self.engine = engine
+        self.observations: list[Observation] = []
+        self.control: ControlRecorder | None = None
+        self._forced = forced
+        self._cases: dict[tuple[str, int, str, int | None], Case] = {}
+        self._incidents: list[Incident] = []
+        self._phase, self._counts = PREFILL, {PREFILL: 0, DECODE: 0}
+        self._index = 0
+        self._active: tuple[int, ...] = ()
+        self._argmax: dict[int, int] = {}
+        self._pending: Case | None = None
+        engine.observer = self
+        engine.device.on_incident = self._incidents.append
+
+    # --- the flow: before a run, and what the engine tells ---
+
+    def begin(self, cases: Iterable[Case]) -> None:
+        """Forget the last run; the next one runs these cases."""
+        self._cases = {
+            (case.event.phase, case.event.index, case.tap.op, case.layer): case for case in cases
+        }
+        self._counts = {PREFILL: 0, DECODE: 0}
+        self._incidents.clear()
+        self.observations = []
+
+    def finish(self) -> list[Observation]:
+        """All observations; a case that the engine never came to has `got` None."""
+        left = [
+            Observation(case, None, incidents=tuple(self._incidents))
+            for case in self._cases.values()
+        ]
+        return self.observations + left
+
+    def prefill_begins(self, engine: Engine, slot: int, num_tokens: int) -> None:
+        self._enter(PREFILL, (slot,), num_tokens)
+
+    def prefill_ends(self, engine: Engine, slot: int) -> None:
+        self._leave()
+
+    def step_begins(self, engine: Engine, active_slots: list[int]) -> None:
+        self._enter(DECODE, tuple(active_slots), len(active_slots))
+
+    def step_ends(self, engine: Engine, active_slots: list[int]) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._take_argmax()
+        if self.control is not None:
+            self.control.ends(self.engine, self._phase, self._active)
+
+    def _enter(self, phase: str, slots: tuple[int, ...], rows: int) -> None:
+        if self.control is not None:
+            self.control.begins(self.engine, phase, slots, rows)
+        self._phase, self._index, self._active = phase, self._counts[phase], slots
+        self._counts[phase] += 1
+        self._argmax = {}
+
+    def token(self, slot: int, token: int) -> int:
+        self._argmax[slot] = token
+        if self._forced is None:
+            return token
+        own = self._forced[slot]
+        return own[self._counts[DECODE] % len(own)]
+
+    # --- one op ---
+
+    def op(self, names: str | tuple[str, ...], layer: int | None) -> Iterable[None]:
+        names = (names,) if isinstance(names, str) else names
+        cases = []
+        for name in names:
+            key = (self._phase, self._index, name, layer)
+            # Rows of other slots than expected can not be judged; `schedule` says what happened.
+            if key in self._cases and self._cases[key].event.slots == self._active:
+                cases.append(self._cases.pop(key))
+        if cases:
+            return self._watched(cases)
+        # Which blocks kv_write hands out is control flow: it runs in every layer.
+        return self._unwatched() if "kv_write" in names else ()
+
+    def _unwatched(self) -> Iterator[None]:
+        yield
+        self.memory.watch(["kv_cache"])
+        self._incidents.clear()
+
+    def _watched(self, cases: list[Case]) -> Iterator[None]:
+        if cases[0].tap.op == "argmax":
+            yield from self._watched_argmax(cases[0])
+            return
+        outputs = {case.tap.op: self._output_regions(case) for case in cases}
+        tables = self._control_inputs()
+        self._check_table(cases[0], tables)
+        for case in cases:
+            self._inject(case)
+            if not case.tap.in_place:
+                self.memory.poison(outputs[case.tap.op])
+        before = {op: self._bytes(regions) for op, regions in outputs.items()}
+        self._incidents.clear()
+        yield
+        after = {op: self._bytes(regions) for op, regions in outputs.items()}
+        for case in cases:
+            self.memory.accept(outputs[case.tap.op])
+            self.memory.accept(self._on_the_way(case))
+        changes = tuple(self.memory.changes())
+        for region, contents in tables:
+            self.memory.write(region, contents)
+        for case in cases:
+            op = case.tap.op
+            self.observations.append(
+                Observation(
+                    case,
+                    got=after[op].view(np.uint16).reshape(tuple(case.real.shape)),
+                    unchanged=bool(np.array_equal(before[op], after[op])),
+                    changes=changes,
+                    incidents=tuple(self._incidents),
+                )
+            )
+
+    def _watched_argmax(self, case: Case) -> Iterator[None]:
+        """Its result goes nowhere but to `token`, which the engine calls after this op."""
+        logits = bf16_bits(case.inputs["logits"])  # (rows, 128256)
+        first = len(case.event.positions) - len(logits)  # prefill looks at its last row only
+        self.engine.embed_proj_cpu[: len(case.event.positions)] = _POISON_BITS
+        self.engine.embed_proj_cpu[first : first + len(logits)] = logits
+        yield
+        self._pending = case
+
+    def _take_argmax(self) -> None:
+        if self._pending is not None:
+            case, self._pending = self._pending, None
+            tokens = np.array([self._argmax[slot] for slot in case.event.slots], np.int64)
+            self.observations.append(Observation(case, tokens))
+
+    # --- where things lie ---
+
+    def _inject(self, case: Case) -> None:
+        for name, buffer in case.tap.inputs.items():
+            value = case.inputs[name]
+            if name == "tokens":
+                data = value.numpy().astype(np.int32)
+            elif name == "keys":
+                self._inject_pages(case)
+                continue
+            elif name == "values":
+                continue
+            else:
+                data = bf16_bits(value)
+            self.memory.write(Region(buffer, 0, data.nbytes), data)
+
+    def _inject_pages(self, case: Case) -> None:
+        """All that attention reads beside q: pages, table, lengths and slots, as they should be."""
+        event = case.event
+        assert case.layer is not None
+        self.memory.poison_all(["kv_cache"])
+        keys, values = case.inputs["keys"], case.inputs["values"]
+        for row, slot in enumerate(event.slots):
+            length = len(keys[row])
+            blocks = event.table[slot, case.layer]
+            for region, page_rows in _page_rows(blocks, 0, length):
+                self.memory.write(region, bf16_bits(keys[row][page_rows]))
+                self.memory.write(_values_of(region), bf16_bits(values[row][page_rows]))
+        lengths = [len(rows) for rows in keys]
+        for buffer, numbers in (
+            ("gpu_block_table", event.table),
+            ("gpu_seq_lens", np.array(lengths, np.int32)),
+            ("gpu_active_slots", np.array(event.slots, np.int32)),
+        ):
+            self.memory.write(Region(buffer, 0, numbers.nbytes), numbers)
+
+    def _control_inputs(self) -> list[tuple[Region, np.ndarray]]:
+        """The port's own tables and lists, to put back after an op that was given right ones."""
+        regions = [Region(name, 0, self.memory.size(name)) for name in _CONTROL_BUFFERS]
+        return [(region, self.memory.read(region)) for region in regions]
+
+    def _check_table(self, case: Case, tables: list[tuple[Region, np.ndarray]]) -> None:
+        if self.control is not None and case.tap.op == "attention" and case.layer is not None:
+            contents = {region.buffer: data for region, data in tables}["gpu_block_table"]
+            own = contents.view(np.int32).reshape(case.event.table.shape)
+            self.control.attention(case.event, case.layer, own)
+
+    def _output_regions(self, case: Case) -> list[Region]:
+        return output_regions(case.tap, case.event, case.layer, case.real.numel())
+
+    def _on_the_way(self, case: Case) -> list[Region]:
+        size = case.real.numel() * engine_main.BF16
+        return [Region(buffer, 0, size) for buffer in case.tap.also]
+
+    def _bytes(self, regions: Sequence[Region]) -> np.ndarray:
+        return np.concatenate([self.memory.read(region) for region in regions])
+
+
+def output_regions(tap: Tap, event: Event, layer: int | None, elements: int) -> list[Region]:
+    """Where an op's output lies, in the order of its result's elements."""
+    if tap.output != "kv_cache":
+        return [Region(tap.output, 0, elements * engine_main.BF16)]
+    assert layer is not None
+    keys: list[Region] = []
+    if event.phase == PREFILL:
+        blocks = event.table[event.slots[0], layer]
+        keys = [region for region, _ in _page_rows(blocks, 0, len(event.positions))]
+    else:
+        for slot, position in zip(event.slots, event.positions, strict=True):
+            blocks = event.table[slot, layer]
+            keys += [region for region, _ in _page_rows(blocks, position, position + 1)]
+    return keys + [_values_of(region) for region in keys]
+
+
+def _page_rows(blocks: np.ndarray, first: int, last: int) -> Iterator[tuple[Region, slice]]:
+    """Where the key rows of positions first..last-1 lie: a region a page, and its rows."""
+    size = engine_main.BLOCK_SIZE
+    position = first
+    while position < last:
+        logical, offset = divmod(position, size)
+        rows = min(size - offset, last - position)
+        start = int(blocks[logical]) * engine_main.BLOCK_BYTES + offset * _ROW_BYTES
+        yield Region("kv_cache", start, rows * _ROW_BYTES), slice(position, position + rows)
+        position += rows
+
+
+def _values_of(keys: Region) -> Region:
+    """The value rows beside key rows: one page further in the same block."""
+    return Region(keys.buffer, keys.offset + engine_main.V_OFFSET, keys.size)

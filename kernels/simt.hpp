@@ -1,0 +1,307 @@
+// CUDA's words with a meaning on a CPU: included ahead of a lifted kernels file in place of CUDA's own
+// headers. Threads of a block are fibers of one OS thread (simt_runtime.cpp), so a `__shared__` variable
+// is a thread-local one; simt.py rewrites its declaration (and only that) before this file is compiled.
+//
+// <math.h> and not only <cmath>: with the latter alone cos(float) is double.
+#pragma once
+#include <assert.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "simt_abi.hpp"
+
+#define __host__
+#define __device__
+#define __global__
+#define __managed__
+#define __constant__ static
+#define __grid_constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __builtin_align__(n) __attribute__((aligned(n)))
+#ifndef __restrict__
+#define __restrict__ __restrict
+#endif
+#define __CUDA_ARCH__ 900
+#define __CUDACC__ 1
+
+// --- built-in variables ---------------------------------------------------------------------------
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+    constexpr operator uint3() const { return uint3{x, y, z}; }
+};
+
+// __thread, because `extern thread_local` would be reached through a wrapper function
+static __thread uint3 threadIdx;
+static __thread uint3 blockIdx;
+static __thread uint3 blockDim;
+static __thread uint3 gridDim;
+static constexpr int warpSize = 32;
+
+namespace simt {
+
+static __thread Worker *worker;
+static __thread unsigned long long block_serial;
+static __thread unsigned char *dynamic_shared;
+static Api api;
+
+inline Index *index_of(uint3 &v) { return reinterpret_cast<Index *>(&v); }
+
+inline void views(Views *v) {
+    *v = Views{index_of(threadIdx), index_of(blockIdx), index_of(blockDim), index_of(gridDim),
+               &worker, &block_serial, &dynamic_shared};
+}
+
+inline unsigned lane() {
+    return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & 31u;
+}
+
+[[noreturn]] inline void fault(int line, const char *message) {
+    api.fault(worker, line, message);
+    __builtin_unreachable();
+}
+
+template <class... A, size_t... I>
+inline void call(void (*kernel)(A...), void **arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<std::remove_reference_t<A> *>(arguments[I])...);
+}
+
+template <auto kernel, class... A>
+inline void run_thread(void (*)(A...), void **arguments) {
+    call(kernel, arguments, std::index_sequence_for<A...>());
+}
+
+template <auto kernel>
+void thread(void **arguments) {
+    run_thread<kernel>(kernel, arguments);
+}
+
+template <auto kernel>
+void block(void **arguments, Index shape) {
+    for (unsigned z = 0; z < shape.z; z++)
+        for (unsigned y = 0; y < shape.y; y++)
+            for (unsigned x = 0; x < shape.x; x++) {
+                threadIdx = uint3{x, y, z};
+                run_thread<kernel>(kernel, arguments);
+            }
+}
+
+}  // namespace simt
+
+#define SIMT_VISIBLE extern "C" __attribute__((visibility("default")))
+#define SIMT_KERNEL(name)                                                      \
+    SIMT_VISIBLE const simt::Kernel simt_kernel_##name;                        \
+    const simt::Kernel simt_kernel_##name = {simt::thread<name>, simt::block<name>, simt::views};
+
+SIMT_VISIBLE void simt_bind(const simt::Api *given) { simt::api = *given; }
+
+// Follows each static `__shared__` variable: the first thread of a block that comes by fills it with
+// 0xFF (NaN), because what the block before left there would hide a missing store.
+#define SIMT_POISON(name)                                                      \
+    {                                                                          \
+        static __thread unsigned long long simt_seen;                          \
+        if (simt_seen != simt::block_serial) {                                 \
+            simt_seen = simt::block_serial;                                    \
+            memset((void *)&name, 0xFF, sizeof name);                          \
+        }                                                                      \
+    }
+
+// --- barriers, shuffles, votes --------------------------------------------------------------------
+
+inline void __syncthreads(int line = __builtin_LINE()) { simt::api.barrier(simt::worker, line); }
+inline int __syncthreads_count(int p, int line = __builtin_LINE()) {
+    return simt::api.barrier_reduce(simt::worker, line, 0, p);
+}
+inline int __syncthreads_and(int p, int line = __builtin_LINE()) {
+    return simt::api.barrier_reduce(simt::worker, line, 1, p);
+}
+inline int __syncthreads_or(int p, int line = __builtin_LINE()) {
+    return simt::api.barrier_reduce(simt::worker, line, 2, p);
+}
+
+namespace simt {
+
+// A lane that is not in the mask, has returned or does not exist gives poison, as CUDA gives no promise.
+template <class T>
+inline T shuffle(unsigned mask, T value, unsigned source, int line) {
+    static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    const uint64_t *all = api.exchange(worker, mask, bits, line);
+    bits = mask >> source & 1u ? all[source] : ~uint64_t(0);
+    memcpy((void *)&value, &bits, sizeof value);
+    return value;
+}
+
+}  // namespace simt
+
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, int line = __builtin_LINE()) {
+    unsigned lane = simt::lane();
+    return simt::shuffle(mask, value, (lane & ~(width - 1u)) + (source & (width - 1)), line);
+}
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
+                        int line = __builtin_LINE()) {
+    unsigned lane = simt::lane();
+    return simt::shuffle(mask, value, (lane & (width - 1u)) < delta ? lane : lane - delta, line);
+}
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
+                          int line = __builtin_LINE()) {
+    unsigned lane = simt::lane();
+    bool outside = (lane & (width - 1u)) + delta > width - 1u;
+    return simt::shuffle(mask, value, outside ? lane : lane + delta, line);
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
+                         int line = __builtin_LINE()) {
+    unsigned lane = simt::lane(), source = lane ^ unsigned(lanes);
+    if (source >= (lane & ~(width - 1u)) + width || source > 31) source = lane;
+    return simt::shuffle(mask, value, source, line);
+}
+
+inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
+    simt::api.exchange(simt::worker, mask, 0, line);
+}
+inline unsigned __ballot_sync(unsigned mask, int p, int line = __builtin_LINE()) {
+    const uint64_t *all = simt::api.exchange(simt::worker, mask, p ? 2 : 4, line);
+    unsigned votes = 0;
+    for (unsigned i = 0; i < 32; i++)
+        if (mask >> i & 1u && all[i] == 2) votes |= 1u << i;
+    return votes;
+}
+inline int __any_sync(unsigned mask, int p, int line = __builtin_LINE()) {
+    return __ballot_sync(mask, p, line) != 0;
+}
+inline int __all_sync(unsigned mask, int p, int line = __builtin_LINE()) {
+    return __ballot_sync(mask, !p, line) == 0;
+}
+inline unsigned __activemask() { return simt::api.active(simt::worker); }
+
+namespace simt {
+
+template <class T, class F>
+inline T reduce(unsigned mask, T value, int line, F f) {
+    const uint64_t *all = api.exchange(worker, mask, uint64_t(value), line);
+    unsigned live = api.active(worker);
+    T sum = value;
+    for (unsigned i = 0; i < 32; i++)
+        if (i != lane() && (mask & live) >> i & 1u) sum = f(sum, T(all[i]));
+    return sum;
+}
+
+}  // namespace simt
+
+#define SIMT_REDUCE(name, T, expression)                                                   \
+    inline T name(unsigned mask, T v, int line = __builtin_LINE()) {                       \
+        return simt::reduce(mask, v, line, [](T a, T b) { return T(expression); });        \
+    }
+SIMT_REDUCE(__reduce_add_sync, unsigned, a + b)
+SIMT_REDUCE(__reduce_add_sync, int, unsigned(a) + unsigned(b))
+SIMT_REDUCE(__reduce_max_sync, unsigned, a > b ? a : b)
+SIMT_REDUCE(__reduce_max_sync, int, a > b ? a : b)
+SIMT_REDUCE(__reduce_min_sync, unsigned, a < b ? a : b)
+SIMT_REDUCE(__reduce_min_sync, int, a < b ? a : b)
+
+// Blocks run side by side on several OS threads: fences are real, threads of one block need none.
+inline void __threadfence_block() {}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __threadfence(); }
+inline void __nanosleep(unsigned) {}
+
+#undef assert
+#ifdef NDEBUG
+#define assert(condition) ((void)0)
+#else
+#define assert(condition) \
+    ((condition) ? (void)0 : simt::fault(__LINE__, "assertion failed: " #condition))
+#endif
+inline void __trap(int line = __builtin_LINE()) { simt::fault(line, "__trap()"); }
+
+// -fsanitize=bounds calls this; the structs are those that g++ and clang emit for it.
+namespace simt {
+struct SourceLocation {
+    const char *file;
+    uint32_t line, column;
+};
+struct TypeName {
+    uint16_t kind, info;
+    char name[1];
+};
+struct OutOfBounds {
+    SourceLocation location;
+    const TypeName *array;
+    const TypeName *index;
+};
+}  // namespace simt
+extern "C" __attribute__((visibility("hidden"), noinline)) inline void
+__ubsan_handle_out_of_bounds_abort(simt::OutOfBounds *data, uintptr_t index) {
+    char text[200];
+    snprintf(text, sizeof text, "index %lld is outside the array of type %.80s", (long long)(int)index,
+             static_cast<const char *>(data->array->name));
+    simt::fault(int(data->location.line), text);
+}
+namespace simt {
+__attribute__((used)) static void (*const keep_handler)(OutOfBounds *, uintptr_t) =
+    __ubsan_handle_out_of_bounds_abort;
+}
+
+// --- atomics --------------------------------------------------------------------------------------
+
+namespace simt {
+
+template <class T, class F>
+inline T atomic(T *address, F next) {
+    T old, made;
+    __atomic_load(address, &old, __ATOMIC_RELAXED);
+    do made = next(old);
+    while (!__atomic_compare_exchange(address, &old, &made, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    return old;
+}
+
+}  // namespace simt
+
+template <class T>
+using simt_same = std::common_type_t<T>;  // the second argument converts to the first one's type
+#define SIMT_ATOMIC(name, expression)                                        \
+    template <class T>                                                       \
+    inline T name(T *address, simt_same<T> v) {                              \
+        return simt::atomic(address, [v](T old) -> T { return expression; }); \
+    }
+SIMT_ATOMIC(atomicAdd, old + v)
+SIMT_ATOMIC(atomicSub, old - v)
+SIMT_ATOMIC(atomicExch, ((void)old, v))
+SIMT_ATOMIC(atomicMin, v < old ? v : old)
+SIMT_ATOMIC(atomicMax, old < v ? v : old)
+SIMT_ATOMIC(atomicAnd, old & v)
+SIMT_ATOMIC(atomicOr, old | v)
+SIMT_ATOMIC(atomicXor, old ^ v)
+SIMT_ATOMIC(atomicInc, old >= v ? 0 : old + 1)
+SIMT_ATOMIC(atomicDec, old == 0 || old > v ? v : old - 1)
+template <class T>
+inline T atomicCAS(T *address, simt_same<T> compare, simt_same<T> v) {
+    return simt::atomic(address, [=](T old) -> T { return old == compare ? v : old; });
+}
+
+#include "simt_math.hpp"
+#include "simt_bf16.hpp"

@@ -1,0 +1,59 @@
+// What the kernels' object and the runtime's object know of each other. Both are loaded apart: the
+// runtime once a process, one kernels' object for each kernels file. Plain structs, no C++ across.
+#pragma once
+#include <stdint.h>
+
+namespace simt {
+
+struct Worker;  // one OS thread that runs blocks; only the runtime looks inside
+
+struct Index {
+    unsigned x, y, z;
+};
+
+// The variables of the kernels' object that stand for CUDA's built-in ones, as seen by one OS thread.
+struct Views {
+    Index *thread_index;
+    Index *block_index;
+    Index *block_dim;
+    Index *grid_dim;
+    Worker **worker;
+    unsigned long long *block_serial;  // changes with every block: shared memory is then poisoned anew
+    unsigned char **dynamic_shared;
+};
+
+struct Kernel {
+    void (*thread)(void **arguments);               // run the body for the current thread index
+    void (*block)(void **arguments, Index shape);   // run it for every thread, one after the other
+    void (*views)(Views *views);
+};
+
+// What the kernels' object calls. `line` is the source line of the call.
+struct Api {
+    void (*barrier)(Worker *, int line);
+    int (*barrier_reduce)(Worker *, int line, int kind, int value);  // kind: 0 count, 1 and, 2 or
+    const uint64_t *(*exchange)(Worker *, unsigned mask, uint64_t value, int line);  // 32 values
+    unsigned (*active)(Worker *);  // lanes of this warp that have not returned
+    void (*fault)(Worker *, int line, const char *message);  // ends the launch; does not return
+};
+
+struct Shape {
+    Index grid, block;
+    uint64_t shared_bytes;
+    int cooperative;  // 0: no barrier or shuffle, threads may run as a plain loop
+    int schedule;     // 0 benign, 1 reversed, 2 ahead, 3 ahead-reversed, 4 random
+    uint64_t seed;
+    int workers;
+};
+
+// kind: 0 no fault, 1 barrier or shuffle, 2 illegal address, 3 arithmetic, 4 trap, assert or bounds
+struct Report {
+    int kind;
+    int line;  // 0 where it is not known
+    uint64_t address;
+    uint64_t program_counter;
+    Index block, thread;
+    char message[400];
+};
+
+}  // namespace simt

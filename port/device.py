@@ -1,0 +1,102 @@
+"""What an engine needs of a device, in the words of the CUDA runtime and cuBLAS.
+
+The port is written once against this interface; `host_device.py` and `cuda_device.py` implement it.
+Pointers are integers, so address arithmetic reads as upstream's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from kernels.lift import Launch
+
+Pointer: TypeAlias = int
+HostOrDevice: TypeAlias = "int | np.ndarray"
+
+
+class DeviceError(Exception):
+    """A device that cannot be used: missing, too small, or one that stopped working."""
+
+
+class MemcpyKind(Enum):
+    """cudaMemcpyKind. The host side is a NumPy array, the device side an integer pointer."""
+
+    HOST_TO_DEVICE = 1
+    DEVICE_TO_HOST = 2
+    DEVICE_TO_DEVICE = 3
+
+
+class Operation(Enum):
+    """cublasOperation_t."""
+
+    N = 0
+    T = 1
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A call that the device refused or that went wrong, as upstream (which ignores every status)
+    would never see it.
+
+    kind: "guard" (a write outside every buffer), "launch", "memcpy" or "gemm".
+    """
+
+    kind: str
+    message: str
+    line: int | None = None
+
+
+def raise_incident(incident: Incident) -> None:
+    """The default reaction: stop. The harness collects incidents instead and goes on."""
+    raise DeviceError(incident.message)
+
+
+class Device(Protocol):
+    """malloc, memcpy (three kinds), launch, gemm_ex, synchronize.
+
+    on_incident: called for what upstream would ignore; by default raises DeviceError.
+    """
+
+    name: str
+    on_incident: Callable[[Incident], None]
+
+    def describe(self) -> list[str]:
+        """The lines that the engine prints about its device at start."""
+
+    def malloc(self, size: int, name: str = "") -> Pointer:
+        """`size` bytes, poisoned (0xFF) where the device can, never zeroed. `name`: for reports."""
+
+    def free(self, pointer: Pointer) -> None: ...
+
+    def memcpy(self, dst: HostOrDevice, src: HostOrDevice, count: int, kind: MemcpyKind) -> None:
+        """Copy `count` bytes, complete on return for the host kinds."""
+
+    def launch(self, launch: Launch) -> None: ...
+
+    def gemm_ex(
+        self,
+        transa: Operation,
+        transb: Operation,
+        m: int,
+        n: int,
+        k: int,
+        alpha: float,
+        a: Pointer,
+        lda: int,
+        b: Pointer,
+        ldb: int,
+        beta: float,
+        c: Pointer,
+        ldc: int,
+    ) -> int:
+        """cublasGemmEx on column-major bf16 A, B, C with float32 accumulation.
+
+        Returns the cublasStatus_t (0: success), which upstream ignores.
+        """
+
+    def synchronize(self) -> None: ...
