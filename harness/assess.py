@@ -13,7 +13,7 @@ from harness.bounds import bound_of
 from harness.equivalents import equivalents_of
 from harness.memory import Change
 from harness.probe import Case, Observation
-from harness.result import Result, Stray
+from harness.result import MODEL_INPUT, Result, Stray
 from harness.taps import DECODE, PREFILL
 from harness.verdict import Judgement, judge
 from reference.rounding import round_to_bf16
@@ -88,7 +88,7 @@ def place_of(case: Case) -> Result:
     return Result(
         phase=event.phase,
         step=event.index if event.phase == DECODE else None,
-        slot=event.slots[0] if event.phase == PREFILL else None,
+        slot=event.slots[0] if event.phase == PREFILL and case.input == MODEL_INPUT else None,
         layer=case.layer,
         op=case.tap.op,
         input=case.input,

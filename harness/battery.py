@@ -1,10 +1,12 @@
 """The stress battery: fixed inputs that show faults on which ordinary activations are silent.
- An eps of 1e-6 shows only in rows of rms 1e-3, a softmax that subtracts no maximum only above 88, a
+
+An eps of 1e-6 shows only in rows of rms 1e-3, a softmax that subtracts no maximum only above 88, a
 rounded position only from 257 on, an argmax that starts at 0.0 only where all logits are negative.
 Inputs are a pure function of (pass, op, input name): the same for a clean engine and a faulty one,
 and on every machine. All values lie on the bf16 grid, and correct float32 arithmetic passes on all
 of them.
- Use: run the control flow of each `Pass` on a dummy prompt (prefill) or at its positions (decode),
+
+Use: run the control flow of each `Pass` on a dummy prompt (prefill) or at its positions (decode),
 and before each op of `pass.ops` overwrite the op's inputs with `battery_inputs(pass, op, weights)`.
 
 To add a kind of row: a function in `ROWS`. To add a length or position: a `Pass` in `PASSES`.
@@ -285,9 +287,7 @@ def _queries(stream: _Stream, k: Tensor, rows: int) -> Tensor:
 
 
 def _raw_scores(stream: _Stream, rows: int) -> Tensor:
-    """(32, rows, rows) of every kind: a row's kind moves on with its head, so all lengths have
-    all.
-    """
+    """(32, rows, rows): a row's kind moves on with its head, so that every length has all kinds."""
     n, heads = rows, _MODEL.query_heads
     z, u = stream.normal("scores", heads, n, n), stream.uniform("scores/sign", heads, n, n)
     kinds = (
@@ -338,9 +338,7 @@ def _attention(stream: _Stream, each: Pass) -> dict[str, Any]:
 
 
 def _logits(stream: _Stream, row: int, each: Pass) -> Tensor:
-    """One row of logits (128256,): all negative, or with the greatest tied, or at the first or
-    last.
-    """
+    """One row of logits (128256,): all negative, or the greatest one tied, or first, or last."""
     z = np.abs(stream.normal(f"logits/{row}", _MODEL.vocab)) * 3
     kind = (_NAMES.index(each.name) + row) % 4
     if kind == 0:

@@ -13,7 +13,7 @@ from harness.battery import Pass, battery_inputs
 from harness.probe import Case, Event
 from harness.taps import DECODE, PREFILL, TAPS
 from port import main as engine_main
-from port.main import Engine, decode_step, prefill
+from port.main import Engine
 from reference import ops
 from reference.checkpoint import Checkpoint
 from reference.config import EMBED
@@ -64,7 +64,7 @@ class BatteryPass:
         _hand_out_now(table, free, each, model.layers)
         slots = each.active if each.phase == DECODE else (0,)
         tokens = (0,) * len(each.row_positions)
-        event = Event(
+        self.event = event = Event(
             each.phase, 0, slots, each.row_positions, tokens, table, tuple(range(len(slots)))
         )
         self.cases = []
@@ -93,7 +93,7 @@ class BatteryPass:
         """One prefill of a prompt of as many tokens, or one decode step at these positions."""
         if self._pass.phase == PREFILL:
             engine.reset([[0] * len(self._pass.row_positions)])
-            prefill(engine, 0)
+            engine_main.prefill(engine, 0)
             return
         engine.reset([])
         engine.block_table = self._before.copy()
@@ -102,7 +102,7 @@ class BatteryPass:
             if position is not None:
                 engine.is_slot_free[slot] = False
                 engine.current_prompt_len[slot] = position
-        decode_step(engine)
+        engine_main.decode_step(engine)
 
 
 def _hand_out_past(

@@ -1,13 +1,13 @@
-"""The rounding bound of each op: how far float32 arithmetic, in any order, may end from the real
-result.
- Two allowances an element, in the unit of the result and before the one rounding to bf16: `b`
+"""The rounding bound of each op: how far float32 may end from the real result, in any order.
+
+Two allowances an element, in the unit of the result and before the one rounding to bf16: `b`
 (strict), the worst case over every summation order, and `d` (statistical), what rounding errors
 that do not conspire reach. `verdict` compares with [RNE(r - b), RNE(r + b)] and with the same of d.
 Nothing here is tuned: each figure follows from u = 2^-24, the number of terms and the inputs; the
-docstrings derive it. (gamma_k = k u / (1 - k u) bounds k successive roundings: Higham, "Accuracy
-and Stability of Numerical Algorithms", 2nd ed., lemma 3.1; a sum of k terms in any order: section
-4.2.)
- float32 has bf16's exponent range, so a product below 2^-126 loses up to 2^-150 that no relative
+docstrings derive it. gamma_k = k u / (1 - k u) bounds k successive roundings, and a sum of k terms
+in any order (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., 3.1 and 4.2).
+
+float32 has bf16's exponent range, so a product below 2^-126 loses up to 2^-150 that no relative
 figure covers. Each op with products allows that too (`TINY`); it is visible only in subnormal
 results.
 
@@ -43,13 +43,11 @@ Allowance = tuple[Tensor, Tensor]  # b and d of some elements, float64
 
 @dataclass(frozen=True)
 class Group:
-    """A way to cut a result into parts that may fail as a whole: seen as `view`, summed over
-    `over`.
-    """
+    """A way to cut a result into parts that may fail as a whole."""
 
     name: str  # "row", "column" or "head"
-    view: tuple[int, ...]
-    over: tuple[int, ...]
+    view: tuple[int, ...]  # the shape to see the result in
+    over: tuple[int, ...]  # the axes of it that one part takes up
 
 
 @dataclass(frozen=True)
@@ -123,9 +121,9 @@ def _exact(inputs: Inputs, real: Tensor) -> Bound:
 class _Gemm:
     """The sums of one GEMM, C[..] = alpha * sum over K of a * w, seen element by element or whole.
 
-    gather(flat): both factors of each asked element, float64 (m, K). whole(): sum |a||w| and ||a o
-    w||_2 of every element, float64 (elements,), alpha left out. dear: from how many elements on
-    whole() is the cheaper.
+    gather(flat): both factors of each asked element, float64 (m, K).
+    whole(): sum|a||w| and ||a o w||_2 of every element, float64 (elements,), without alpha.
+    dear: beyond how many elements whole() is the cheaper one.
     """
 
     terms: int
@@ -154,12 +152,14 @@ class _Gemm:
 
         Products of bf16 are exact in float32 (8 + 8 bits), so only the K - 1 sums round, each by u
         of its partial sum at most: K u sum|a||w| in any order. Tensor cores may truncate instead,
-        2u a sum, so b = g(K) sum|a||w| |alpha| with g(K) = 2uK / (1 - 2uK). d: roundings that do
-        not conspire add up like a random walk; the partial sums are about |r| + ||a o w||_2 at
-        most, and K of them, each wrong by u/2 on average, stay below d = u K/2 (|r| / |alpha| + ||a
-        o w||_2) |alpha|, r with its alpha. recheck: 2u times the sum of the absolute partial sums
-        (k = 0..K-1, float64), which is what truncation in that order adds up to: it is greater than
-        d where partial sums swell and cancel.
+        2u a sum, so b = g(K) sum|a||w| |alpha| with g(K) = 2uK / (1 - 2uK).
+
+        d: roundings that do not conspire add up like a random walk. Partial sums run from 0 to r
+        with a spread of ||a o w||_2, so on average they are half of |r| + ||a o w||_2 or less; K of
+        them, each wrong by u at most, give d = u K/2 (|r| + ||a o w||_2 |alpha|), r with its alpha.
+
+        recheck: 2u times the sum of the absolute partial sums (k = 0..K-1, float64), the worst that
+        truncation in that order can do. It exceeds d where partial sums swell and then cancel.
         """
         k, alpha = self.terms, self.alpha
         worst = 2 * U * k / (1 - 2 * U * k)
@@ -187,9 +187,7 @@ class _Gemm:
 
 
 def _linear(inputs: Inputs, real: Tensor) -> Bound:
-    """q_proj ... down_proj and logits: x (n, K) against weight (out, K), K = 2048 or 8192, alpha
-    1.
-    """
+    """q_proj ... down_proj and logits: x (n, K) against weight (out, K), alpha 1."""
     x, weight = inputs["x"], inputs["weight"]  # (n, K), (out, K)
     out, terms = weight.shape
 
@@ -227,9 +225,7 @@ def _headed(inputs: Inputs, real: Tensor) -> Bound:
 
 
 def _scores(inputs: Inputs, real: Tensor) -> Bound:
-    """q (m, 2048) against k (n, 512), a head at a time: K = 64, alpha = 1/8 (exact, a power of
-    two).
-    """
+    """q (m, 2048) against k (n, 512), a head at a time: K = 64, alpha = 1/8 (which is exact)."""
     q, k = _heads(inputs["q"]), _heads(inputs["k"])  # (32, m, 64), (8, n, 64)
     (heads, rows, _), keys = q.shape, k.shape[1]
     shared = heads // k.shape[0]
@@ -291,8 +287,8 @@ def _norm(inputs: Inputs, real: Tensor) -> Bound:
     """Relative (n/2 + 6) u over rows of n elements.
 
     Squares of bf16 are exact; the sum of n of them, in any order, is off by gamma_n relatively, and
-    the root halves that: n/2 u. Then the division by n, eps, the root's own rounding (all three at
-    half weight or double precision), divide and multiply, 1 u each, and the float32 eps: 6 u.
+    the root halves that: n/2 u. The division by n, adding eps and eps' own rounding are halved too
+    (1.5 u); the root, its store, divide and multiply round once each (4 u): less than 6 u.
     """
     terms = inputs["x"].shape[-1]
     weight = inputs["weight"].to(torch.float64)  # (n,)
@@ -352,18 +348,20 @@ def _swiglu(inputs: Inputs, real: Tensor) -> Bound:
 
 
 def _attention(inputs: Inputs, real: Tensor) -> Bound:
-    """A row sees `len` keys: scores by a GEMM of K = 64, an online softmax, a weighted sum of
-    values.
+    """A row sees `len` keys: scores, each a sum of 64, an online softmax, a weighted sum of values.
 
     b = sum p|v| (2 max score error + (4 len + 8) u), score error = g(64) sum|q||k| / 8 + 2u|s|: an
     error e of a score changes its weight by e relatively, in numerator and denominator; each of the
-    len steps multiplies by a correction and adds, 4 roundings in all of weight and accumulator. d =
-    u len/2 (|r| + ||p o v||_2) + 3 ||p o (v - r) o delta||_2 + 2u|r|, with delta_j = 32u (|s_j| +
-    ||q o k_j||_2 / 8) + 4u + u|s_j - max|: the sum's part as in a GEMM of K = len; delta_j is the
-    GEMM's d of score j, its exponential and its difference from the maximum, and moves r by p_j
-    (v_j - r) delta_j (the derivative of a softmax average), which add up like independent errors,
-    three standard deviations of them; 2u for the division. recheck: the first term of d becomes 2u
-    sum |partial sums of p o v| (k = 0..len-1).
+    len steps multiplies by a correction and adds, 4 roundings in all of weight and accumulator.
+
+    d = u len/2 (|r| + ||p o v||_2) + 3 ||p o (v - r) o delta||_2 + 2u|r|, with
+    delta_j = 32u (|s_j| + ||q o k_j||_2 / 8) + 4u + u|s_j - max|.
+    The first term is a GEMM's d with K = len. delta_j is the GEMM's d of score j, its exponential's
+    error and that of its difference from the maximum; it moves r by p_j (v_j - r) delta_j, the
+    derivative of a weighted mean. These are independent: three standard deviations of their sum.
+    2u|r| for the division.
+
+    recheck: the first term of d becomes 2u sum |partial sums of p o v| (k = 0..len-1).
     """
     q, keys, values = inputs["q"], inputs["keys"], inputs["values"]  # (m, 2048), m x (len, 512)
     width = q.shape[1]

@@ -4,7 +4,8 @@ A verb is a module with a docstring (its help, with an example), `add_arguments(
 `run(args) -> int` (the exit code). To add one: a line in `VERBS`. Nothing heavy is imported before
 `run` needs it, so that help and mistakes are quick.
 
-Exit codes: 0 nothing failed, 1 something failed, 2 misuse or missing environment, 130 interrupted.
+Exit codes: 0 nothing failed, 1 something failed, 2 misuse or missing environment, 3 a bug of ours
+(with its traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from harness.errors import UsageError, user_mistakes
 
 PROGRAM: Final = "python -m harness"
 MISUSE: Final = 2
+BUG: Final = 3
 INTERRUPTED: Final = 130
 
 # verb: (module, what it does)

@@ -21,7 +21,7 @@ from harness.propagated import Propagated
 from harness.request import CompareRequest
 from harness.result import Report, Result, Tokens
 from harness.session import Session
-from harness.taps import EXECUTION_ORDER, PREFILL
+from harness.taps import CONTROL, EXECUTION_ORDER, PREFILL
 
 
 def compare(request: CompareRequest, progress: Progress) -> Report:
@@ -34,7 +34,9 @@ def compare(request: CompareRequest, progress: Progress) -> Report:
         rows = Isolated(session).rows()
     else:
         rows, tokens = Propagated(session).rows()
-    selected = [row for row in rows if request.selects(row.result.op)]
+    selected = [
+        row for row in rows if row.result.op in CONTROL or request.selects(row.result.op)
+    ]
     selected.sort(key=lambda row: _execution_order(row.result))
     return Report.build(
         command=request.command,

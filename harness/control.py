@@ -154,9 +154,10 @@ def _schedule(
 
 
 class ControlRecorder:
-    """Takes down the port's states; the probe calls it at each event."""
+    """Takes down the port's states; called at each event. events: the plan's."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Sequence[Event] = ()) -> None:
+        self._events = events
         self.states: list[State] = []
         self.stale: dict[int, list[str]] = {}  # decode step -> what attention would have read
         self._fed: tuple[int, ...] = ()
@@ -182,13 +183,17 @@ class ControlRecorder:
         tables = BlockTable(engine.block_table.copy(), device_table, tuple(engine.free_blocks))
         self.states.append(State(phase, schedule, tables))
 
-    def attention(self, event: Event, layer: int, device_table: np.ndarray) -> None:
+    def attention(self, engine: Engine, index: int, layer: int) -> None:
         """What attention is about to read must already be there, not only at the step's end."""
+        event = next((e for e in self._events if (e.phase, e.index) == (DECODE, index)), None)
+        if event is None:
+            return
+        device_table = _read_ints(engine, engine.gpu_block_table, engine.block_table.shape)
         for slot in event.slots:
             own, right = device_table[slot, layer], event.table[slot, layer]
             if not np.array_equal(own, right):
                 logical = int(np.flatnonzero(own != right)[0])
-                self.stale.setdefault(event.index, []).append(
+                self.stale.setdefault(index, []).append(
                     f"when attention runs in layer {layer}, the device table's entry for slot "
                     f"{slot}, logical block {logical} must be {right[logical]} (got {own[logical]})"
                 )

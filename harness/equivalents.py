@@ -1,10 +1,11 @@
-"""Harmless variants of an op: one documented intermediate rounded to bf16, or another masked value.
- Such a kernel is not wrong, it is a different faithful choice (Hugging Face's norm rounds before
-the weight), so its verdict is `equivalent`, a failure only with --strict. A variant explains a
-result if each element is one it can give: the intermediate is computed in float64, rounded once,
-and the rest of the op done on it. Where the intermediate lies within its own float32 bound of a
-tie, a correct kernel may round it either way, so both neighbours are allowed. Nothing else is:
-Hugging Face's own RoPE, whose cosines and sines are bf16, is a less exact op and no variant here.
+"""Harmless variants of an op: one documented intermediate rounded to bf16, or other masked values.
+
+Such a kernel is not wrong, it is a different faithful choice (Hugging Face's norm rounds before the
+weight), so its verdict is `equivalent`, a failure only with --strict. A variant explains a result
+if each element is one it can give: the intermediate is computed in float64, rounded once, and the
+rest of the op done on it. Where the intermediate lies within its own float32 bound of a tie, a
+correct kernel may round it either way, so both neighbours are allowed. Nothing else is: Hugging
+Face's own RoPE, whose cosines and sines are bf16, is a less exact op and no variant here.
 
 To add one: a function (inputs, real, got) -> bool, and its line in `_VARIANTS`.
 """
@@ -42,7 +43,7 @@ def _first(op: str, inputs: Inputs, real: Tensor, got: Tensor) -> str | None:
 
 
 def _neighbours(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and greatest bf16 an intermediate may round to; equal where it is far from a tie."""
+    """The least and greatest bf16 an intermediate may round to; equal unless it is near a tie."""
     return round_to_bf16(x - bound), round_to_bf16(x + bound)
 
 

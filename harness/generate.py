@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from harness import options, prompt
 from harness.errors import UsageError
 from harness.prompt import Ids
+
+if TYPE_CHECKING:
+    from port.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class GenerateRequest:
     model: str = options.SYNTHETIC
     seed: int = 0
     device: str = "auto"
-    options: argparse.Namespace = field(default_factory=argparse.Namespace, compare=False)
+    kernels: Path | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -55,3 +60,121 @@ class GenerateRequest:
                 f"--max-seq-len must be above the longest prompt's {max(lengths)} tokens "
                 f"(got {self.max_seq_len})"
             )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `generate`."""
+    group = parser.add_argument_group("what is generated")
+    group.add_argument(
+        "--prompt-ids",
+        action="append",
+        metavar="IDS",
+        help="a prompt as 1,2,3; several wait for a free slot (default: the four hard-coded)",
+    )
+    group.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt as text; needs a --model folder with a tokenizer",
+    )
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="tokens of a prompt (default: no limit)"
+    )
+    group.add_argument(
+        "--max-seq-len",
+        type=int,
+        default=prompt.MAX_SEQ_LEN,
+        metavar="N",
+        help=f"where a sequence ends (default {prompt.MAX_SEQ_LEN})",
+    )
+    options.add_engine(parser)
+
+
+def from_args(args: argparse.Namespace) -> GenerateRequest:
+    """The request that the parsed options make."""
+    if args.prompt and args.prompt_ids:
+        raise UsageError("--prompt and --prompt-ids must not both be given; drop one")
+    model, seed = options.model_of(args)
+    if args.prompt:
+        ids: tuple[Ids, ...] | None = prompt.encode(model, args.prompt)
+    elif args.prompt_ids:
+        ids = prompt.parse_ids(args.prompt_ids, "--prompt-ids")
+        prompt.check_prompts(ids, "--prompt-ids")
+    else:
+        ids = None
+    return GenerateRequest(
+        prompt_ids=ids,
+        max_new_tokens=args.max_new_tokens,
+        max_seq_len=args.max_seq_len,
+        model=model,
+        seed=seed,
+        device=args.device,
+        kernels=options.kernels_of(args),
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate, printing as upstream does. Exit code: main's own (0)."""
+    return generate(from_args(args), sys.stdout)
+
+
+def generate(request: GenerateRequest, out: TextIO) -> int:
+    """Run the port as a program that prints to `out`; the status that upstream's main returns.
+
+    What upstream ignores (a failed launch, a write outside a buffer) is told on standard error.
+    """
+    from harness.devices import open_device
+    from harness.model_file import model_file
+    from kernels.lift import lift
+    from port.device import Incident
+    from port.main import CHAT_PROMPTS, Engine
+    from port.main import run as run_engine
+    from reference.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(request.model, seed=request.seed, cache_bytes=0)
+    kernels = lift(request.kernels)
+    device = open_device(request.device, kernels)
+    told: set[Incident] = set()
+
+    def tell(incident: Incident) -> None:
+        if incident not in told:
+            told.add(incident)
+            print(f"warning: {incident.message}", file=sys.stderr)
+
+    device.on_incident = tell
+    engine = Engine(
+        device,
+        kernels,
+        model_file(checkpoint),
+        prompts=request.prompt_ids or CHAT_PROMPTS,
+        max_seq_len=request.max_seq_len,
+        observer=_limit(request.max_new_tokens),
+        out=out,
+    )
+    return run_engine(engine)
+
+
+def _limit(max_new_tokens: int | None) -> Observer:
+    """An observer that ends a sequence after so many tokens, as an end token would."""
+    from port.main import EOT_ID_TOKEN_ID, Engine, free_slot
+    from port.observer import Observer
+
+    if max_new_tokens is None:
+        return Observer()
+
+    class Limit(Observer):
+        def __init__(self) -> None:
+            self.left: dict[int, int] = {}
+
+        def prefill_begins(self, engine: Engine, slot: int, num_tokens: int) -> None:
+            self.left[slot] = max_new_tokens
+
+        def prefill_ends(self, engine: Engine, slot: int) -> None:
+            if self.left[slot] == 0:
+                free_slot(engine, slot)
+
+        def token(self, slot: int, token: int) -> int:
+            self.left[slot] -= 1
+            return token if self.left[slot] else EOT_ID_TOKEN_ID
+
+    return Limit()

@@ -14,7 +14,7 @@ from harness.assess import Row, rows_of
 from harness.battery import battery
 from harness.battery_cases import BatteryPass
 from harness.control import ControlRecorder, control_results, plan
-from harness.probe import Case, Probe
+from harness.probe import Case, Event, Probe
 from harness.session import Session
 from harness.taps import LAYERLESS
 from harness.walk import Walk
@@ -64,9 +64,9 @@ class Isolated:
 
     def _control(self) -> list[Row]:
         """One run without any op: the control flow needs no activations."""
-        recorder = ControlRecorder()
+        recorder = ControlRecorder(self._plan.events)
         self._probe.control = recorder
-        self._prepare([])
+        self._prepare([], self._plan.events)
         abort = self._session.run()
         self._probe.control = None
         results = control_results(self._plan, recorder, self._request.phases, abort)
@@ -81,7 +81,7 @@ class Isolated:
         wanted = [case for case in cases if case.tap.op in ops and case.event.phase in phases]
         tokens = [token for event in self._plan.events for token in event.tokens]
         self._session.load({case.tap.op for case in wanted}, layer, tokens)
-        self._prepare(wanted)
+        self._prepare(wanted, self._plan.events)
         self._session.run()
         rows = rows_of(self._probe.finish())
         if first and self._request.battery:
@@ -101,15 +101,15 @@ class Isolated:
             for each in battery(phase, ops) if ops else ():
                 stress = BatteryPass(each, layer or 0, weights, session.checkpoint)
                 session.loader.load_embedding_rows(stress.tokens())
-                self._prepare(stress.cases)
+                self._prepare(stress.cases, [stress.event])
                 stress.run(session.engine)
                 rows += rows_of(self._probe.finish())
         return rows
 
-    def _prepare(self, cases: Sequence[Case]) -> None:
+    def _prepare(self, cases: Sequence[Case], events: Sequence[Event]) -> None:
         """Poison what the ops may write, and tell the probe what will run."""
         logits = any(case.tap.op == "logits" for case in cases)
-        self._session.poison(self._probe.memory, logits)
+        self._session.poison(self._probe.memory, events, logits)
         self._probe.begin(cases)
 
 

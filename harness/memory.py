@@ -15,10 +15,6 @@ from port.main import Engine
 
 POISON = 0xFF  # every bf16 of such bytes is a NaN that no CUDA kernel stores (0xFFFF, not 0x7FFF)
 
-# Blocks are handed out from the back of the cache: 2 slots of 2048 tokens in 16 layers at most.
-_CACHE_BLOCKS = engine_main.MAX_SEQUENCES * engine_main.N_LAYERS * engine_main.MAX_BLOCKS_PER_SEQ
-
-
 @dataclass(frozen=True)
 class Region:
     """`size` bytes from `offset` of one of the engine's buffers."""
@@ -81,10 +77,11 @@ class Memory:
     """Reads and writes an engine's buffers, and keeps a shadow of what they should hold.
 
     The shadow of a buffer is what the harness last wrote or accepted there; whatever differs from
-    it after an op, outside the op's own output, was written by mistake. Of the cache only the
-    blocks that can be handed out are shadowed, and of the logits buffer only the rows in use
-    (`watch_rows`), since comparing 2 GiB after each op would cost seconds.
+    it after an op, outside the op's own output, was written by mistake. Of the 2 GiB cache only the
+    last `cache_blocks` blocks are shadowed: blocks are handed out from its end.
     """
+
+    cache_blocks = 64
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -134,9 +131,22 @@ class Memory:
         """Take the present contents of these buffers for what they should hold."""
         for name in buffers:
             if name == "kv_cache":
-                self._starts[name] = self._sizes[name] - _CACHE_BLOCKS * engine_main.BLOCK_BYTES
+                watched = self.cache_blocks * engine_main.BLOCK_BYTES
+                self._starts[name] = self._sizes[name] - watched
             start = self._starts[name]
             self._shadows[name] = self.read(Region(name, start, self._sizes[name] - start))
+
+    def expected(self, regions: Iterable[Region]) -> np.ndarray:
+        """What the shadows hold of the regions, uint8; poison where nothing is watched."""
+        parts = []
+        for region in regions:
+            begin = region.offset - self._starts[region.buffer]
+            shadow = self._shadows.get(region.buffer)
+            if shadow is None or begin < 0:
+                parts.append(np.full(region.size, POISON, np.uint8))
+            else:
+                parts.append(shadow[begin : begin + region.size].copy())
+        return np.concatenate(parts)
 
     def accept(self, regions: Iterable[Region]) -> None:
         """Take the regions' present contents for right."""

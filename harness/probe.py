@@ -9,7 +9,7 @@ not run at all, so that one layer of sixteen, or one op of a layer, costs what i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
 _ROW_BYTES = engine_main.KV_DIM * engine_main.BF16
 _POISON_BITS = 0xFFFF
-_CONTROL_BUFFERS = ("gpu_block_table", "gpu_seq_lens", "gpu_active_slots", "gpu_last_tokens")
+# What the engine itself uploads between ops.
+_CONTROL_BUFFERS = (
+    "gpu_block_table",
+    "gpu_seq_lens",
+    "gpu_active_slots",
+    "gpu_last_tokens",
+    "gpu_input_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class Observation:
 class Probe(Observer):
     """Feed it cases, run the engine, take its observations.
 
-    forced: decode step k feeds slot s the id forced[s][k] (wrapping), whatever argmax found.
+    forced: the k-th token chosen for slot s is forced[s][k] (wrapping), whatever argmax found.
     control: takes down the control flow of the next run, if given.
     """
 
@@ -96,7 +103,10 @@ class Probe(Observer):
         self._incidents: list[Incident] = []
         self._phase, self._counts = PREFILL, {PREFILL: 0, DECODE: 0}
         self._index = 0
+        self._emitted: dict[int, int] = {}
+        self._events: set[tuple[str, int, tuple[int, ...]]] = set()
         self._active: tuple[int, ...] = ()
+        self._cache_moved = False
         self._argmax: dict[int, int] = {}
         self._pending: Case | None = None
         engine.observer = self
@@ -110,14 +120,18 @@ class Probe(Observer):
             (case.event.phase, case.event.index, case.tap.op, case.layer): case for case in cases
         }
         self._counts = {PREFILL: 0, DECODE: 0}
+        self._events.clear()
+        self._emitted.clear()
         self._incidents.clear()
         self.observations = []
 
     def finish(self) -> list[Observation]:
-        """All observations; a case that the engine never came to has `got` None."""
+        """All observations. A case whose op never ran, though its event took place, has `got` None;
+        events that did not take place, or not with these slots, are for `schedule` to tell."""
         left = [
             Observation(case, None, incidents=tuple(self._incidents))
             for case in self._cases.values()
+            if (case.event.phase, case.event.index, case.event.slots) in self._events
         ]
         return self.observations + left
 
@@ -143,6 +157,7 @@ class Probe(Observer):
             self.control.begins(self.engine, phase, slots, rows)
         self._phase, self._index, self._active = phase, self._counts[phase], slots
         self._counts[phase] += 1
+        self._events.add((phase, self._index, slots))
         self._argmax = {}
 
     def token(self, slot: int, token: int) -> int:
@@ -150,12 +165,16 @@ class Probe(Observer):
         if self._forced is None:
             return token
         own = self._forced[slot]
-        return own[self._counts[DECODE] % len(own)]
+        count = self._emitted.get(slot, 0)
+        self._emitted[slot] = count + 1
+        return own[count % len(own)]
 
     # --- one op ---
 
     def op(self, names: str | tuple[str, ...], layer: int | None) -> Iterable[None]:
         names = (names,) if isinstance(names, str) else names
+        if self.control is not None and "attention" in names and layer is not None:
+            self.control.attention(self.engine, self._index, layer)
         cases = []
         for name in names:
             key = (self._phase, self._index, name, layer)
@@ -169,23 +188,27 @@ class Probe(Observer):
 
     def _unwatched(self) -> Iterator[None]:
         yield
-        self.memory.watch(["kv_cache"])
-        self._incidents.clear()
+        self._cache_moved = True
 
     def _watched(self, cases: list[Case]) -> Iterator[None]:
         if cases[0].tap.op == "argmax":
             yield from self._watched_argmax(cases[0])
             return
         outputs = {case.tap.op: self._output_regions(case) for case in cases}
+        self.memory.watch(_CONTROL_BUFFERS)
+        if self._cache_moved:
+            self.memory.watch(["kv_cache"])
+            self._cache_moved = False
         tables = self._control_inputs()
-        self._check_table(cases[0], tables)
         for case in cases:
             self._inject(case)
             if not case.tap.in_place:
                 self.memory.poison(outputs[case.tap.op])
-        before = {op: self._bytes(regions) for op, regions in outputs.items()}
         self._incidents.clear()
         yield
+        if cases[0].tap.output == "kv_cache":
+            outputs = {case.tap.op: self._written_pages(case) for case in cases}
+        before = {op: self.memory.expected(regions) for op, regions in outputs.items()}
         after = {op: self._bytes(regions) for op, regions in outputs.items()}
         for case in cases:
             self.memory.accept(outputs[case.tap.op])
@@ -261,14 +284,18 @@ class Probe(Observer):
         regions = [Region(name, 0, self.memory.size(name)) for name in _CONTROL_BUFFERS]
         return [(region, self.memory.read(region)) for region in regions]
 
-    def _check_table(self, case: Case, tables: list[tuple[Region, np.ndarray]]) -> None:
-        if self.control is not None and case.tap.op == "attention" and case.layer is not None:
-            contents = {region.buffer: data for region, data in tables}["gpu_block_table"]
-            own = contents.view(np.int32).reshape(case.event.table.shape)
-            self.control.attention(case.event, case.layer, own)
-
     def _output_regions(self, case: Case) -> list[Region]:
         return output_regions(case.tap, case.event, case.layer, case.real.numel())
+
+    def _written_pages(self, case: Case) -> list[Region]:
+        """Where kv_write's rows belong by the port's own table: which blocks it took is for
+        `block_table` to judge. Where that has no block, by the right table."""
+        own = self.engine.block_table.copy()
+        missing = (own < 0) | (own >= engine_main.NUM_BLOCKS)
+        own[missing] = case.event.table[missing]
+        return output_regions(
+            case.tap, replace(case.event, table=own), case.layer, case.real.numel()
+        )
 
     def _on_the_way(self, case: Case) -> list[Region]:
         size = case.real.numel() * engine_main.BF16

@@ -65,11 +65,12 @@ def check_vocabulary(ids: Sequence[int], option: str) -> None:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], option: str) -> None:
-    """Raise UsageError where the engine has no room for these prompts."""
-    if not 1 <= len(prompts) <= SLOTS:
-        raise UsageError(
-            f"{option} must give 1 to {SLOTS} prompts, one a slot (got {len(prompts)})"
-        )
+    """Raise UsageError where the engine has no room for one of these prompts.
+
+    Two run at a time; more wait for a slot, as upstream's queue has them wait.
+    """
+    if not prompts:
+        raise UsageError(f"{option} must give at least one prompt (got none)")
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise UsageError(f"{option}: prompt {number} is empty; give at least one token")

@@ -30,6 +30,7 @@ from port.observer import Observer
 from reference.rounding import from_bits, round_to_bf16
 
 Key = tuple[str, int, str, int | None]  # phase, event index, op, layer
+Judged = tuple[list[Result], Plan, Tokens | None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Listener(Observer):
         self._counts = {PREFILL: 0, DECODE: 0}
         self._event = Event(PREFILL, 0, (), (), (), engine.block_table)
         self._sequence: dict[int, list[int]] = {}
+        self._emitted: dict[int, int] = {}
         self._incidents: list[Incident] = []
         engine.observer = self
         engine.device.on_incident = self._incidents.append
@@ -99,7 +101,9 @@ class Listener(Observer):
     def token(self, slot: int, token: int) -> int:
         if self._forced is not None:
             own = self._forced[slot]
-            token = own[self._counts[DECODE] % len(own)]
+            count = self._emitted.get(slot, 0)
+            self._emitted[slot] = count + 1
+            token = own[count % len(own)]
         self._sequence[slot].append(token)
         return token
 
@@ -258,7 +262,7 @@ class Propagated:
             None if self._free else session.forced.ids,
         )
         listener.control = recorder = ControlRecorder()
-        session.poison(Memory(session.engine), logits=self._free)
+        session.poison(Memory(session.engine), (), logits=self._free)
         abort = session.run()
         judge = self._judge_freely if self._free else self._judge_forced
         results, expected, tokens = judge(listener, inside | around)
@@ -277,7 +281,7 @@ class Propagated:
 
     def _judge_forced(
         self, listener: Listener, ops: set[str]
-    ) -> tuple[list[Result], Plan, Tokens | None]:
+    ) -> Judged:
         session = self._session
         expected = plan(
             session.prompts, session.forced, layers=session.checkpoint.layers, steps=session.steps
@@ -292,7 +296,7 @@ class Propagated:
 
     def _judge_freely(
         self, listener: Listener, ops: set[str]
-    ) -> tuple[list[Result], Plan, Tokens | None]:
+    ) -> Judged:
         session = self._session
         results: list[Result] = []
         walk = FreeWalk(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -58,9 +59,11 @@ class CompareRequest:
     strict: bool = False
     fail_fast: bool = False
     output: Output = field(default_factory=Output)
-    command: str = "python -m harness compare"
+    command: str = ""  # as typed; made from the other fields where nobody typed it
 
     def __post_init__(self) -> None:
+        if not self.command:
+            object.__setattr__(self, "command", self._written())
         if self.steps < 1:
             raise UsageError(
                 f"--steps must be 1 or more (got {self.steps}); --phase prefill does without decode"
@@ -87,7 +90,7 @@ class CompareRequest:
         for ids in self.decode_ids or ():
             prompt.check_vocabulary(ids, "--decode-ids")
         given = self.prompt_ids or self.prompt
-        slots = len(given) if given else prompt.SLOTS
+        slots = min(len(given), prompt.SLOTS) if given else prompt.SLOTS
         if self.decode_ids is not None and len(self.decode_ids) > slots:
             raise UsageError(
                 f"--decode-ids must give one list a slot, at most {slots} "
@@ -95,6 +98,24 @@ class CompareRequest:
             )
         if "decode" in self.phases:
             prompt.check_length(self.prompt_ids, self.steps)
+
+    def _written(self) -> str:
+        """The command line that makes this request, apart from the report's options."""
+        layers = f"{self.layers[0]}-{self.layers[-1]}" if self.layers[1:] else str(self.layers[0])
+        words = ["--layer", "all" if self.all_layers else layers]
+        for name in ("phase", "steps", "op", "mode", "device", "model", "seed", "kernels"):
+            value = getattr(self, name)
+            if value != getattr(CompareRequest, name):
+                words += [f"--{name}", str(value)]
+        for option, lists in (("prompt", self.prompt_ids), ("decode", self.decode_ids)):
+            for ids in lists or ():
+                words += [f"--{option}-ids", ",".join(map(str, ids))]
+        for text in self.prompt or ():
+            words += ["--prompt", text]
+        flags = {"--no-battery": not self.battery, "--strict": self.strict}
+        flags["--fail-fast"] = self.fail_fast
+        words += [flag for flag, on in flags.items() if on]
+        return shlex.join(["python", "-m", "harness", "compare", *words])
 
     @property
     def phases(self) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ from harness.control import forced_tokens
 from harness.devices import open_device
 from harness.memory import Memory, buffer_sizes
 from harness.model_file import Loader, model_file
+from harness.probe import Event
 from harness.progress import Progress
 from harness.request import CompareRequest
 from harness.result import Kernels, Model
 from harness.taps import CONTROL, DECODE, EXECUTION_ORDER, LAYERLESS
 from kernels.lift import lift
-from port.main import BATCH_SIZE, CHAT_PROMPTS, Engine, EngineAbort, run
+from port.main import BATCH_SIZE, CHAT_PROMPTS, NUM_BLOCKS, Engine, EngineAbort, run
 from reference.checkpoint import open_checkpoint
 from reference.config import EMBED, FINAL_NORM
 
@@ -70,8 +71,11 @@ class Session:
         if "final_norm" in ops:
             self.loader.load([FINAL_NORM])
 
-    def poison(self, memory: Memory, logits: bool) -> None:
-        """Poison all that the engine writes, and watch it; the logits buffer only if asked."""
+    def poison(self, memory: Memory, events: Iterable[Event], logits: bool) -> None:
+        """Poison all that the engine writes, and watch it; the logits buffer only if asked, of the
+        cache the blocks that the events use and as many again."""
+        used = sum(int((event.table >= 0).sum()) for event in events)
+        memory.cache_blocks = min(2 * used + 16, NUM_BLOCKS)
         buffers = [name for name in buffer_sizes() if name != _LOGITS or logits]
         memory.watch(["kv_cache"])
         memory.poison_all(buffers)

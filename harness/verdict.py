@@ -1,17 +1,17 @@
-"""The verdict on one tap: is every element a possible rounding of the real result, and if not, how
-not?
- `judge` knows no op. It compares bf16 bits with the interval [RNE(r - b), RNE(r + b)] around the
-real result r, b from `bounds`; infinities and NaN are compared before any subtraction, +0 and -0
-are equal.
+"""The verdict on one tap: is every element a possible rounding of the real result?
 
-Where several verdicts hold, the one that says most about the cause wins:
+`judge` knows no op. It compares bf16 bits with the interval [RNE(r - b), RNE(r + b)] around the
+real result r, b from `bounds`; infinities and NaN are compared before any subtraction, +0 and -0
+are equal. Where several verdicts hold, the one that says most about the cause wins:
+
 1. some element impossible: `unchanged` (nothing was written at all, so the numbers mean nothing),
    else `poisoned` (NaN or infinity where the ideal is finite: it spreads, and hides the other
    errors), else `equivalent` if a harmless variant explains every element, else `diverged`;
 2. every element possible: `systematic` (or `equivalent`) if too many are improbable;
 3. otherwise `stray` if something else was written, else `exact` or `rounding`.
-A stray write beside a failing output is told in the note: the output's own verdict has the
-hypotheses.
+
+A stray write beside a failing output is told in the note: the output's own verdict is the one that
+hypotheses explain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POISON: Final = 0xFFFF  # bf16 bits of memory that was never written; a stored N
 
 _MANY: Final = 8  # improbable elements that chance explains
 _SHARE: Final = 1000  # or one in so many
-_BATCH: Final = 4096  # elements rechecked before looking whether that settles it
+_BATCH: Final = 512  # elements rechecked before looking whether that settles it
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ def judge(
     equivalents: Callable[[Tensor], str | None] | None = None,
     strict: bool = False,
 ) -> Judgement:
-    """Judge bf16 bits (uint16; int64 indices for argmax) against the real result, of the same
-    shape.
+    """Judge bf16 bits (uint16; for argmax int64 indices) against the real result of that shape.
 
     unchanged: the output holds the very bits it held before the op. stray: the op changed something
     that is not its output. recheck: allowance of the elements with the given flat indices, the
@@ -97,10 +96,11 @@ def judge(
     b, d = bound.at(off)
     r = real[off]
     lo, hi = _interval(r, b)
-    outside = ~_within(value[off], r, b)
-    unlikely = outside | ~_within(value[off], r, d)
+    mine = value[off]
+    outside = ~_inside(mine, r, lo, hi)
+    unlikely = outside if d is b else outside | ~_within(mine, r, d)
     finite = want[off].isfinite()
-    poisoned = off[outside & finite & ~value[off].isfinite()]
+    poisoned = off[outside & finite & ~mine.isfinite()]
 
     notes: list[str] = []
     verdict = "exact" if not off.numel() else "rounding"
@@ -133,10 +133,10 @@ def judge(
         kind = (
             outside if outside.any() else unlikely if unlikely.any() else torch.ones_like(outside)
         )
-        at = _worst(value[off], want[off], r, b, kind)
+        at = _worst(mine, want[off], r, b, kind)
         worst = Worst(
             _index(off[at], got.shape),
-            value[off[at]].item(),
+            mine[at].item(),
             want[off[at]].item(),
             (lo[at].item(), hi[at].item()),
         )
@@ -159,8 +159,10 @@ def judge(
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """bf16 steps between values on the bf16 grid (float64, no NaN), int64: +0 and -0 are one value,
-    infinity is one step beyond the greatest number."""
+    """bf16 steps (int64) between values on the bf16 grid (float64, no NaN).
+
+    +0 and -0 are one value; infinity is one step beyond the greatest number.
+    """
     return (_order(a) - _order(b)).abs()
 
 
@@ -208,10 +210,13 @@ def _interval(r: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return round_to_bf16(r - b), round_to_bf16(r + b)
 
 
-def _within(value: Tensor, r: Tensor, b: Tensor) -> Tensor:
-    """Whether each value is possible. NaN is only where the real result is NaN."""
-    lo, hi = _interval(r, b)
+def _inside(value: Tensor, r: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+    """Whether each value lies in its interval. NaN does only where the real result is NaN."""
     return ((lo <= value) & (value <= hi)) | (value.isnan() & r.isnan())
+
+
+def _within(value: Tensor, r: Tensor, b: Tensor) -> Tensor:
+    return _inside(value, r, *_interval(r, b))
 
 
 def _systematic(
@@ -222,8 +227,7 @@ def _systematic(
     bound: Bound,
     recheck: Callable[[Tensor], Tensor] | None,
 ) -> str | None:
-    """Why the improbable elements (flat indices, and their d) are too many, or None if they are
-    not.
+    """Why the improbable elements (flat indices, and their d) are too many; None if they are not.
 
     Before saying so, each is rechecked with a finer allowance; the recheck stops when those that
     still stand are enough.
@@ -240,9 +244,7 @@ def _systematic(
 
 
 def _excess(improbable: Tensor, bound: Bound) -> str | None:
-    """Whether so many elements may not be improbable, in words: of all, or of one row, column,
-    head.
-    """
+    """In words, of what too many elements are improbable: of all, or of a row, column or head."""
     count, elements = improbable.numel(), _size(bound.shape)
     if count > max(_MANY, elements / _SHARE):
         return f"{100 * count / elements:.2g} % of the elements are improbable"

@@ -7,15 +7,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.errors import KernelsError
-from kernels.expression import Ctype, Parser, Scope, convert, evaluate, evaluate_tokens, normal_type
+from kernels.expression import Parser, evaluate, evaluate_tokens
 from kernels.host import StatementParser, function
 from kernels.tokens import Source, Token, expand, matching, split_commas
+from kernels.values import Ctype, Scope, convert, normal_type
 
 _ATTRIBUTES = frozenset(
-    "__launch_bounds__ __attribute__ __align__ alignas __declspec noexcept __cluster_dims__ "
-    "__maxnreg__ decltype".split()
+    (
+        "__launch_bounds__",
+        "__attribute__",
+        "__align__",
+        "alignas",
+        "__declspec",
+        "noexcept",
+        "__cluster_dims__",
+        "__maxnreg__",
+        "decltype",
+    )
 )
-_DROPPED_WORDS = frozenset("__restrict__ __restrict restrict __grid_constant__ register".split())
+_DROPPED_WORDS = frozenset(
+    ("__restrict__", "__restrict", "restrict", "__grid_constant__", "register")
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,10 @@ class Function:
 
 @dataclass
 class Survey:
-    """Everything found in one file. `functions` are host functions, `kernels` plain __global__ ones."""
+    """All that was found in one file.
+
+    `functions` are host functions, `kernels` plain (not templated) __global__ ones.
+    """
 
     source: Source
     items: list[Item] = field(default_factory=list)
@@ -84,10 +99,11 @@ class Survey:
     constants: dict[str, int | float] = field(default_factory=dict)
     variables: dict[str, Ctype] = field(default_factory=dict)
     aliases: dict[str, Ctype] = field(default_factory=dict)
-    unknown: dict[str, KernelsError] = field(default_factory=dict)  # constants without a value
+    unknown: dict[str, KernelsError] = field(default_factory=dict)  # without a value, and why
+    namespaces: set[str] = field(default_factory=set)
 
     def explain(self, name: str) -> None:
-        """Raise the reason why constant `name` has no value, if that is what it is."""
+        """Raise the reason why constant or function `name` has no meaning, if that is so."""
         if name in self.unknown:
             raise self.unknown[name]
 
@@ -110,7 +126,7 @@ def _parameter(words: Sequence[Token], found: Survey) -> Parameter:
 def survey(source: Source) -> Survey:
     """Walk the file. KernelsError with file:line where its structure is not understood."""
     found = Survey(source)
-    for words, body_at in _declarations(source):
+    for words, body_at in _declarations(source, found.namespaces):
         _classify(found, words, body_at)
     for macro in source.macros.values():
         if macro.parameters is not None or not macro.body or macro.name in found.constants:
@@ -126,8 +142,8 @@ def survey(source: Source) -> Survey:
     return found
 
 
-def _declarations(source: Source) -> Iterator[tuple[list[Token], int]]:
-    """Each file-scope declaration's tokens, and the index of a function body's `{` in it (or -1)."""
+def _declarations(source: Source, namespaces: set[str]) -> Iterator[tuple[list[Token], int]]:
+    """Each file-scope declaration's tokens, and where in them a function's body starts (or -1)."""
     tokens, name = source.tokens, source.name
     i, opened = 0, 0
     while i < len(tokens):
@@ -144,6 +160,10 @@ def _declarations(source: Source) -> Iterator[tuple[list[Token], int]]:
         skip = _block_opening(tokens, i)
         if skip:
             opened += 1
+            namespaces |= {t.text for t in tokens[i:skip] if t.kind == "name"} - {
+                "extern",
+                "namespace",
+            }
             i = skip
             continue
         end, body = _declaration_end(source, i)
@@ -231,8 +251,9 @@ def _classify(found: Survey, words: list[Token], body_at: int) -> None:
             if kind == "kernel":
                 if name.text in found.kernels:
                     raise source.error(
-                        name, f"kernel {name} is defined twice (also at line "
-                        f"{found.kernels[name.text].line}); keep one"
+                        name,
+                        f"kernel {name} is defined twice (also at line "
+                        f"{found.kernels[name.text].line}); keep one",
                     )
                 found.kernels[name.text] = made
             elif "__host__" in expanded:
@@ -244,13 +265,13 @@ def _classify(found: Survey, words: list[Token], body_at: int) -> None:
         if constant:
             names = frozenset([made.name])
             found.items.append(Item("device", names, tuple(words), start, end))
-        if made.name in found.functions and not template:
-            previous = found.functions[made.name]
-            raise source.error(
-                made.name_token,
-                f"{made.name} is defined twice (also at line {previous.line}); keep one",
+        previous = found.functions.pop(made.name, None)
+        if previous is not None or made.name in found.unknown:  # fine, unless a launch needs it
+            found.unknown[made.name] = source.error(
+                made.name_token, f"{made.name} is defined more than once; keep one"
             )
-        found.functions[made.name] = made
+        else:
+            found.functions[made.name] = made
         return
     first = texts[texts.index(">") + 1] if template and ">" in texts else texts[0]
     if first in _TYPE_STARTS:
@@ -266,9 +287,9 @@ def _call_opener(words: Sequence[Token], stop: int) -> int:
     i = 0
     while i < stop:
         text = words[i].text
-        if text == "(" and i > 0 and words[i - 1].kind == "name":
-            if words[i - 1].text not in _ATTRIBUTES:
-                return i
+        named = i > 0 and words[i - 1].kind == "name" and words[i - 1].text not in _ATTRIBUTES
+        if text == "(" and named:
+            return i
         if text in ("(", "["):
             depth = 0
             while i < stop:
@@ -298,7 +319,6 @@ def _function(
 
 def _type(found: Survey, words: list[Token], first: str) -> None:
     texts = [w.text for w in words]
-    source = found.source
     names: set[str] = set()
     if first == "using" and "=" in texts:
         names = {texts[1]}
@@ -310,14 +330,16 @@ def _type(found: Survey, words: list[Token], first: str) -> None:
         if "{" not in texts and "(" not in texts:
             found.aliases[texts[-2]] = normal_type(texts[1:-2], found.aliases)
     else:
-        names = {w.text for w in words[: texts.index("{")] if w.kind == "name"} if "{" in texts else set()
+        names = (
+            {w.text for w in words[: texts.index("{")] if w.kind == "name"}
+            if "{" in texts
+            else set()
+        )
         names -= {"struct", "class", "union", "enum", "template", "typename"}
         if first == "enum" and "{" in texts:
             names |= _enumerators(found, words, texts)
     item = Item("type", frozenset(names), tuple(words), words[0].start, words[-1].end)
     found.items.append(item)
-    if first in ("struct", "class", "union") and "{" not in texts and len(words) > 3:
-        raise source.error(words[0], f"this {first} declaration is not understood")
 
 
 def _enumerators(found: Survey, words: list[Token], texts: list[str]) -> set[str]:
@@ -361,7 +383,6 @@ def _value(found: Survey, words: Sequence[Token]) -> Any:
 
 def _variable(found: Survey, words: list[Token]) -> None:
     """`const int a = 1, b = 2;`, `static float *d_cos = nullptr;`, `__device__ float table[64];`"""
-    source = found.source
     texts = [w.text for w in words]
     device = bool({"__device__", "__constant__", "__managed__", "__shared__"} & set(texts))
     constant = ("const" in texts or "constexpr" in texts) and not device
@@ -389,8 +410,6 @@ def _variable(found: Survey, words: list[Token]) -> None:
     found.items.append(
         Item(kind_name, frozenset(names), tuple(words), words[0].start, words[-1].end)
     )
-    if len(names) == 0:
-        raise source.error(words[0], f"the declaration of {words[0]} is not understood")
 
 
 def _constant(found: Survey, name: Token, part: Sequence[Token], kind: Ctype) -> None:
@@ -407,10 +426,12 @@ def _constant(found: Survey, name: Token, part: Sequence[Token], kind: Ctype) ->
     except KernelsError as error:
         found.unknown[name.text] = error
         return
-    if isinstance(value, (int, float)):
-        found.constants[name.text] = value
-    else:
+    if not isinstance(value, (int, float)):
         found.unknown[name.text] = source.error(name, f"constant {name} is not a plain number")
+    elif found.constants.get(name.text, value) != value:
+        raise source.error(name, f"constant {name} has two values; give one another name")
+    else:
+        found.constants[name.text] = value
 
 
 Constants = Mapping[str, int | float]

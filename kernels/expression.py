@@ -1,120 +1,36 @@
 """Host-side C++ expressions of a kernels file: parsed, and evaluated with C's arithmetic.
 
-Integers divide by truncation, floats are float32 unless double, pointers step by their element size.
-Whatever is not understood raises KernelsError with file:line; nothing is guessed.
+Integers divide by truncation, floats are float32 unless double, pointers step by their element's
+size. Whatever is not understood raises KernelsError with file:line; nothing is guessed.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-import struct
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kernels.errors import KernelsError
 from kernels.tokens import Token, matching, split_commas
-
-_INT_RANGES = {
-    "bool": (0, 1),
-    "char": (-128, 127),
-    "unsigned char": (0, 255),
-    "short": (-(2**15), 2**15 - 1),
-    "unsigned short": (0, 2**16 - 1),
-    "int": (-(2**31), 2**31 - 1),
-    "unsigned": (0, 2**32 - 1),
-    "long": (-(2**63), 2**63 - 1),
-    "unsigned long": (0, 2**64 - 1),
-}
-_SPELLINGS = {
-    "signed char": "char",
-    "int8_t": "char",
-    "uint8_t": "unsigned char",
-    "short int": "short",
-    "int16_t": "short",
-    "unsigned short int": "unsigned short",
-    "uint16_t": "unsigned short",
-    "signed": "int",
-    "signed int": "int",
-    "int32_t": "int",
-    "unsigned int": "unsigned",
-    "uint": "unsigned",
-    "uint32_t": "unsigned",
-    "long int": "long",
-    "long long": "long",
-    "long long int": "long",
-    "int64_t": "long",
-    "ptrdiff_t": "long",
-    "ssize_t": "long",
-    "unsigned long int": "unsigned long",
-    "unsigned long long": "unsigned long",
-    "unsigned long long int": "unsigned long",
-    "uint64_t": "unsigned long",
-    "size_t": "unsigned long",
-    "uintptr_t": "unsigned long",
-    "uint3": "dim3",
-    "bfloat16": "__nv_bfloat16",
-    "nv_bfloat16": "__nv_bfloat16",
-    "half": "__half",
-}
-SIZES = {
-    **dict.fromkeys(("bool", "char", "unsigned char"), 1),
-    **dict.fromkeys(("short", "unsigned short", "__nv_bfloat16", "__half"), 2),
-    **dict.fromkeys(("int", "unsigned", "float", "__nv_bfloat162", "__half2"), 4),
-    **dict.fromkeys(("long", "unsigned long", "double", "float2"), 8),
-    "float4": 16,
-}
-# Words that may precede a type and say nothing about a value.
-QUALIFIERS = frozenset(
-    "const constexpr static inline volatile register signed unsigned struct extern typename "
-    "__restrict__ __restrict restrict".split()
-) - {"signed", "unsigned"}
-TYPE_WORDS = frozenset(
-    "void auto int long short char float double bool unsigned signed dim3 cudaError_t "
-    "cudaStream_t cudaError".split()
-) | frozenset(w for w in (*_SPELLINGS, *SIZES) if " " not in w)
-
-
-class Float32(float):
-    """A C float; arithmetic between two of them rounds to float32."""
-
-
-class Pointer(int):
-    """An address with its element size in bytes (0: unknown, no arithmetic)."""
-
-    size: int
-
-    def __new__(cls, address: int, size: int) -> Pointer:
-        made = super().__new__(cls, address)
-        made.size = size
-        return made
-
-
-@dataclass
-class Dim3:
-    x: int = 1
-    y: int = 1
-    z: int = 1
-
-    def values(self) -> tuple[int, int, int]:
-        return (self.x, self.y, self.z)
-
-
-class Stream:
-    """std::cout or std::cerr on the left of <<."""
-
-
-@dataclass(frozen=True)
-class Ctype:
-    """A type as the evaluator sees it: a base name and the number of stars."""
-
-    base: str
-    stars: int = 0
-
-    @property
-    def element_size(self) -> int:
-        return 8 if self.stars > 1 else SIZES.get(self.base, 0)
+from kernels.values import (
+    QUALIFIERS,
+    SIZES,
+    TYPE_WORDS,
+    Ctype,
+    Dim3,
+    Exit,
+    Float32,
+    Launched,
+    Pointer,
+    Scope,
+    Stream,
+    convert,
+    normal_type,
+    to_float32,
+)
 
 
 @dataclass(frozen=True)
@@ -124,87 +40,6 @@ class Node:
     kind: str
     token: Token
     parts: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A `kernel<<<...>>>(...)` as evaluated."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    arguments: tuple[int | float, ...]
-    shared: int
-    line: int
-
-
-class _Exit(Exception):
-    """exit() or abort() in a host call: nothing after it runs."""
-
-
-@dataclass
-class Scope:
-    """What names mean while an expression is evaluated, and what evaluating it did."""
-
-    name: str  # the file's, for errors
-    constants: Mapping[str, int | float] = field(default_factory=dict)
-    variables: dict[str, Any] = field(default_factory=dict)
-    types: dict[str, Ctype] = field(default_factory=dict)
-    outer: Callable[[str], Any] | None = None  # file-scope variables; None if it has no value
-    functions: Mapping[str, Callable[[Scope, list[Any], Token], Any]] = field(default_factory=dict)
-    launches: list[Launched] = field(default_factory=list)
-    printed: list[str] = field(default_factory=list)
-
-    def error(self, token: Token, message: str) -> KernelsError:
-        return KernelsError(f"{self.name}:{token.line}: {message}")
-
-
-def normal_type(words: Sequence[str], aliases: Mapping[str, Ctype]) -> Ctype:
-    """`const unsigned int *` as Ctype("unsigned", 1)."""
-    stars = sum(w == "*" for w in words)
-    plain = [w for w in words if w not in QUALIFIERS and w not in ("*", "&", "std", "::")]
-    if len(plain) == 1 and plain[0] in aliases:
-        alias = aliases[plain[0]]
-        return Ctype(alias.base, alias.stars + stars)
-    order = {"unsigned": 0, "signed": 0, "long": 1, "short": 1}
-    base = " ".join(sorted(plain, key=lambda w: order.get(w, 2)))
-    return Ctype(_SPELLINGS.get(base, base), stars)
-
-
-def convert(value: Any, ctype: Ctype, token: Token, scope: Scope) -> Any:
-    """`value` as a variable of `ctype` holds it. KernelsError if it does not fit."""
-    if ctype.stars:
-        if not isinstance(value, int):
-            raise scope.error(token, f"a pointer cannot hold {value!r}")
-        return Pointer(value, ctype.element_size)
-    if ctype.base == "auto":
-        return value
-    if ctype.base == "dim3":
-        if isinstance(value, Dim3):
-            return Dim3(*value.values())
-        return Dim3(int(value))
-    if ctype.base == "float":
-        return to_float32(value)
-    if ctype.base == "double":
-        return float(value)
-    if ctype.base in _INT_RANGES:
-        if isinstance(value, (Dim3, str, Stream)):
-            raise scope.error(token, f"{ctype.base} cannot hold {value!r}")
-        if ctype.base == "bool":
-            return int(value != 0)
-        number = int(value)  # C truncates towards zero as Python does
-        low, high = _INT_RANGES[ctype.base]
-        if not low <= number <= high:
-            raise scope.error(token, f"{number} does not fit into {ctype.base}")
-        return number
-    return value
-
-
-def to_float32(value: Any) -> Float32:
-    try:
-        return Float32(struct.unpack("f", struct.pack("f", float(value)))[0])
-    except OverflowError:
-        return Float32(math.copysign(math.inf, value))
 
 
 # --- parsing --------------------------------------------------------------------------------------
@@ -470,10 +305,28 @@ _NAMED = {
     "stdout": 0,
     "stderr": 0,
 }
+_MATH: dict[str, Callable[..., float]] = {
+    name + suffix: function
+    for name, function in (
+        ("ceil", math.ceil),
+        ("floor", math.floor),
+        ("sqrt", math.sqrt),
+        ("log2", math.log2),
+        ("fabs", math.fabs),
+    )
+    for suffix in ("", "f")
+}
+_MATH["abs"] = math.fabs
 # Calls that do not change which kernel runs on what; each succeeds.
 _HARMLESS = frozenset(
-    "cudaGetLastError cudaPeekAtLastError cudaDeviceSynchronize cudaStreamSynchronize "
-    "cudaFuncSetAttribute fflush".split()
+    (
+        "cudaGetLastError",
+        "cudaPeekAtLastError",
+        "cudaDeviceSynchronize",
+        "cudaStreamSynchronize",
+        "cudaFuncSetAttribute",
+        "fflush",
+    )
 )
 KNOWN_NAMES = frozenset(_NAMED) | {"cout", "cerr"}
 
@@ -526,13 +379,22 @@ def _binary(op: str, a: Any, b: Any, token: Token, scope: Scope) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        value
+        if isinstance(value, str)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def _name(node: Node, scope: Scope) -> Any:
     name = node.parts[0]
+    name = name.rsplit("::", 1)[-1]  # a kernels file's namespaces are one
     for table in (scope.variables, scope.constants, _NAMED):
         if name in table:
+            if table[name] is None:
+                raise scope.error(node.token, f"{name} is used before it is set")
             return table[name]
     if name in ("cout", "cerr"):
         return Stream()
@@ -560,7 +422,13 @@ def _unary(node: Node, scope: Scope) -> Any:
         return int(not value)
     if op == "~":
         return ~value
-    return type(value)(-value) if op == "-" and isinstance(value, float) else -value if op == "-" else value
+    return (
+        type(value)(-value)
+        if op == "-" and isinstance(value, float)
+        else -value
+        if op == "-"
+        else value
+    )
 
 
 def _store(target: Node, value: Any, scope: Scope) -> Any:
@@ -628,6 +496,8 @@ def _call(node: Node, scope: Scope) -> Any:
     values = [evaluate(a, scope) for a in arguments]
     if name in scope.functions:
         return scope.functions[name](scope, values, token)
+    if scope.outer:
+        scope.outer(name)  # raises the reason if the file defines it in a way not understood
     if name == "dim3":
         if len(values) > 3:
             raise scope.error(token, "dim3 takes at most 3 values")
@@ -635,33 +505,27 @@ def _call(node: Node, scope: Scope) -> Any:
     if name in ("max", "min"):
         a, b = _numbers(name, values, 2, token, scope)
         return max(a, b) if name == "max" else min(a, b)
-    if name in ("ceil", "ceilf", "floor", "floorf", "sqrt", "sqrtf", "log2", "log2f", "abs", "fabs"):
+    if name == "abs" and len(values) == 1 and isinstance(values[0], int):
+        return abs(values[0])
+    if name in _MATH:
         (a,) = _numbers(name, values, 1, token, scope)
-        if name == "abs" and isinstance(a, int):
-            return abs(a)
-        plain = name.removesuffix("f") if name != "fabs" else "fabs"
-        value = {
-            "ceil": math.ceil,
-            "floor": math.floor,
-            "sqrt": math.sqrt,
-            "log2": math.log2,
-            "abs": abs,
-            "fabs": math.fabs,
-        }[plain](a)
-        single = isinstance(a, Float32) or name.endswith("f")
-        return to_float32(value) if single else float(value)
+        value = float(_MATH[name](a))
+        single = isinstance(a, Float32) or (name.endswith("f") and name[:-1] in _MATH)
+        return to_float32(value) if single else value
     if name in ("printf", "fprintf", "puts", "perror"):
         text, rest = (values[1], values[2:]) if name == "fprintf" else (values[0], values[1:])
         try:
-            shown = str(text).replace("%zu", "%d").replace("%lu", "%d").replace("%ld", "%d")
-            scope.printed.append(shown.replace("%u", "%d").replace("%lld", "%d") % tuple(rest))
+            shown = re.sub(
+                r"%([-+ 0#]*\d*(?:\.\d+)?)(?:hh|h|ll|l|z|j|t)?u?(?=[diu])", r"%\1", str(text)
+            )
+            scope.printed.append(shown.replace("%u", "%d") % tuple(rest))
         except (TypeError, ValueError):
             raise scope.error(token, "this printf format is not understood") from None
         return 0
     if name == "cudaGetErrorString":
         return "no error"
     if name in ("exit", "abort", "_exit"):
-        raise _Exit
+        raise Exit
     if name == "assert":
         if not values or not values[0]:
             raise scope.error(token, "this assert fails for the values given")
@@ -681,9 +545,7 @@ def _launch(node: Node, scope: Scope) -> Any:
     block = dim3_of(evaluate(shape[1], scope), shape[1].token, scope)
     shared = 0
     if len(shape) > 2:
-        shared = convert(
-            evaluate(shape[2], scope), Ctype("unsigned long"), shape[2].token, scope
-        )
+        shared = convert(evaluate(shape[2], scope), Ctype("unsigned long"), shape[2].token, scope)
     values = tuple(evaluate(a, scope) for a in arguments)
     scope.launches.append(Launched(kernel, grid, block, values, shared, node.token.line))
     return 0
@@ -724,6 +586,3 @@ def names_in(node: Any) -> list[tuple[str, Token]]:
     if node.kind == "call" and node.parts[0] in _HARMLESS:
         return []
     return [found for part in node.parts for found in names_in(part)]
-
-
-Exit = _Exit

@@ -1,4 +1,4 @@
-"""Host functions of a kernels file: parsed into statements and run, to find out what they launch."""
+"""Host functions of a kernels file: parsed into statements, and run to see what they launch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.expression import (
+from kernels.expression import Node, Parser, evaluate
+from kernels.tokens import Token, matching
+from kernels.values import (
     QUALIFIERS,
     TYPE_WORDS,
     Ctype,
     Dim3,
     Exit,
-    Node,
-    Parser,
     Scope,
     convert,
-    evaluate,
     normal_type,
 )
-from kernels.tokens import Token, matching
 
 _STEP_LIMIT = 100_000  # loop turns: a host call that needs more is not one we understand
 
@@ -153,9 +151,9 @@ class StatementParser(Parser):
             text = self.peek()
             follows = self.tokens[self.at + 1] if self.at + 1 < len(self.tokens) else token
             named = follows.kind == "name" or follows.text in ("*", "&", "::")
-            if text not in QUALIFIERS and not (named and self.tokens[self.at].kind == "name"):
-                if text != "::":
-                    break
+            typed = named and self.tokens[self.at].kind == "name"
+            if not typed and text not in QUALIFIERS and text != "::":
+                break
             static = static or text == "static"
             constant = "const" in words or "constexpr" in words or text in ("const", "constexpr")
             words.append(self.take().text)
@@ -175,10 +173,7 @@ class StatementParser(Parser):
             start: tuple[Node, ...] | None = None
             if self.peek() == "=":
                 self.take()
-                if self.peek() == "{":
-                    start = self._braced()
-                else:
-                    start = (self.assignment(),)
+                start = self._braced() if self.peek() == "{" else (self.assignment(),)
             elif self.peek() in ("(", "{"):
                 start = self._braced()
             elif self.peek() == "[":
@@ -261,9 +256,7 @@ def _loop(
     raise scope.error(statement.token, f"this loop does not end within {_STEP_LIMIT} turns")
 
 
-def _declare(
-    name: Token, ctype: Ctype, start: tuple[Node, ...] | None, scope: Scope
-) -> None:
+def _declare(name: Token, ctype: Ctype, start: tuple[Node, ...] | None, scope: Scope) -> None:
     scope.types[name.text] = ctype
     values = [evaluate(node, scope) for node in start or ()]
     if ctype == Ctype("dim3") and not (len(values) == 1 and isinstance(values[0], Dim3)):

@@ -5,7 +5,7 @@
     file.device_text                                 # what NVRTC or the CPU's compiler gets
 
 Includes are not followed and host code is not compiled: host calls are interpreted (host.py), and
-`device_text` is the file with everything else blanked out, so that lines and columns stay the user's.
+`device_text` is the file with everything else blanked out, so that its lines stay the user's.
 To ask for one more host call, add it to HOST_CALLS.
 """
 
@@ -16,19 +16,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kernels.declarations import Function, Item, Parameter, Survey, survey
 from kernels.errors import KernelsError
-from kernels.expression import (
-    KNOWN_NAMES,
-    Node,
-    Pointer,
-    Scope,
-    convert,
-    names_in,
-)
+from kernels.expression import KNOWN_NAMES, Node, names_in
 from kernels.host import (
     Statement,
     StatementParser,
@@ -40,6 +34,7 @@ from kernels.host import (
     run,
 )
 from kernels.tokens import Token, expand, read
+from kernels.values import Pointer, Scope, convert
 
 __all__ = [
     "HOST_CALLS",
@@ -81,28 +76,43 @@ _PRELUDE = """\
 #define HUGE_VALF __int_as_float(0x7f800000)
 #undef HUGE_VAL
 #define HUGE_VAL __longlong_as_double(0x7ff0000000000000LL)
+#undef M_PI
 #define M_PI 3.14159265358979323846
+#undef FLT_MAX
 #define FLT_MAX 3.402823466e+38f
+#undef FLT_MIN
 #define FLT_MIN 1.175494351e-38f
+#undef FLT_EPSILON
 #define FLT_EPSILON 1.192092896e-07f
+#undef DBL_MAX
 #define DBL_MAX 1.7976931348623157e+308
+#undef INT_MAX
 #define INT_MAX 2147483647
+#undef INT_MIN
 #define INT_MIN (-2147483647 - 1)
+#undef UINT_MAX
 #define UINT_MAX 4294967295u
-static __device__ __forceinline__ double pow(double x, float y) { return pow(x, (double)y); }
-static __device__ __forceinline__ double pow(float x, double y) { return pow((double)x, y); }
+inline __device__ double pow(double x, float y) { return pow(x, (double)y); }
+inline __device__ double pow(float x, double y) { return pow((double)x, y); }
 namespace std {
-template <class T> __device__ __forceinline__ constexpr T max(T a, T b) { return a < b ? b : a; }
-template <class T> __device__ __forceinline__ constexpr T min(T a, T b) { return b < a ? b : a; }
-static __device__ __forceinline__ float exp(float x) { return ::expf(x); }
-static __device__ __forceinline__ float log(float x) { return ::logf(x); }
-static __device__ __forceinline__ float sqrt(float x) { return ::sqrtf(x); }
-static __device__ __forceinline__ double sqrt(double x) { return ::sqrt(x); }
-static __device__ __forceinline__ float cos(float x) { return ::cosf(x); }
-static __device__ __forceinline__ float sin(float x) { return ::sinf(x); }
-static __device__ __forceinline__ float pow(float x, float y) { return ::powf(x, y); }
-static __device__ __forceinline__ double pow(double x, double y) { return ::pow(x, y); }
-static __device__ __forceinline__ float fabs(float x) { return ::fabsf(x); }
+template <class T> inline __device__ constexpr T max(T a, T b) { return a < b ? b : a; }
+template <class T> inline __device__ constexpr T min(T a, T b) { return b < a ? b : a; }
+inline __device__ float exp(float x) { return ::expf(x); }
+inline __device__ double exp(double x) { return ::exp(x); }
+inline __device__ float log(float x) { return ::logf(x); }
+inline __device__ double log(double x) { return ::log(x); }
+inline __device__ float sqrt(float x) { return ::sqrtf(x); }
+inline __device__ double sqrt(double x) { return ::sqrt(x); }
+inline __device__ float cos(float x) { return ::cosf(x); }
+inline __device__ double cos(double x) { return ::cos(x); }
+inline __device__ float sin(float x) { return ::sinf(x); }
+inline __device__ double sin(double x) { return ::sin(x); }
+inline __device__ float fabs(float x) { return ::fabsf(x); }
+inline __device__ double fabs(double x) { return ::fabs(x); }
+inline __device__ float pow(float x, float y) { return ::powf(x, y); }
+inline __device__ double pow(double x, double y) { return ::pow(x, y); }
+inline __device__ double pow(double x, float y) { return ::pow(x, (double)y); }
+inline __device__ double pow(float x, double y) { return ::pow((double)x, y); }
 }
 #else
 #include "simt.hpp"
@@ -167,7 +177,9 @@ class Kernel:
                     f"{self.name}: parameter {parameter.name} is of type {parameter.ctype}, "
                     "which cannot be passed; use a pointer or a number"
                 )
-            storage.append(ctype(value if parameter.type.base in ("float", "double") else int(value)))
+            storage.append(
+                ctype(value if parameter.type.base in ("float", "double") else int(value))
+            )
         pointers = (ctypes.c_void_p * max(len(storage), 1))(*map(ctypes.addressof, storage))
         return PackedArguments(pointers, tuple(storage))
 
@@ -195,8 +207,8 @@ class HostCall:
     """A host function that launches a kernel.
 
     kernel, grid, block, arguments and guards are source texts of its (first) launch, for display;
-    `evaluate` runs the function. `globals` maps each file-scope variable that it hands to a kernel to
-    that kernel parameter's name: their values are not known here.
+    `evaluate` runs the function. `globals` maps each file-scope variable that it hands to a kernel
+    to that kernel parameter's name: their values are not known here.
     """
 
     name: str
@@ -219,7 +231,7 @@ class HostCall:
         """What the call does for these arguments (pointers as ints).
 
         `constants` replaces the file's own. `globals` gives addresses of file-scope variables, by
-        their own name, or by a part of the kernel parameter's or the variable's name ("cos", "sin").
+        their own name, or by a part of the kernel parameter's or the variable's ("cos", "sin").
         KernelsError if the call cannot be understood or launches more than one kernel.
         """
         return self._file.evaluate(self, values, constants, globals or {})
@@ -229,8 +241,8 @@ class HostCall:
 class KernelsFile:
     """A kernels file, taken apart. `text` has \\n line ends; `sha256` is that of the file's bytes.
 
-    `kernels` holds the kernels that the host calls launch, and `device_text` what they need; each kernel
-    in it is `extern "C"`.
+    `kernels` holds the kernels that the host calls launch, and `device_text` what these need; each
+    kernel in it is `extern "C"`.
     """
 
     path: Path
@@ -257,8 +269,8 @@ def own_path() -> Path:
 def lift(path: Path | None = None) -> KernelsFile:
     """The kernels file at `path` (None: the project's own).
 
-    KernelsError, with file:line where there is one, if it is missing or unreadable, lacks one of the
-    eleven host calls or its kernel, or holds something there that is not understood.
+    KernelsError, with file:line where there is one, if it is missing or unreadable, lacks one of
+    the eleven host calls or its kernel, or holds something there that is not understood.
     """
     path = own_path() if path is None else path
     try:
@@ -404,7 +416,7 @@ def _address_of(
 
 def _no_kernel(name: str, line: int, call: str, kernel: str) -> KernelsError:
     return KernelsError(
-        f"{name}:{line}: {call} launches {kernel}, which is no (plain) __global__ function of this file"
+        f"{name}:{line}: {call} launches {kernel}, which is no plain __global__ function here"
     )
 
 
@@ -412,6 +424,8 @@ def _host_calls(
     found: Survey, interpreter: _Interpreter, required: Mapping[str, str] | None
 ) -> dict[str, HostCall]:
     calls: dict[str, HostCall] = {}
+    for name in required or ():
+        found.explain(name)
     lacking = [name for name in required or () if name not in found.functions]
     if lacking:
         raise KernelsError(
@@ -557,7 +571,9 @@ def _device_text(found: Survey, kernels: Mapping[str, Kernel], path: Path) -> st
             continue
         keep.append(item)
         words = _words(item.tokens, found)
-        todo += [i for i in found.items if i.kind in ("device", "type", "constant") and i.names & words]
+        todo += [
+            i for i in found.items if i.kind in ("device", "type", "constant") and i.names & words
+        ]
     text = found.source.text
     kept = bytearray(len(text))
     for item in keep:
@@ -567,6 +583,9 @@ def _device_text(found: Survey, kernels: Mapping[str, Kernel], path: Path) -> st
     for start, end in found.source.other_lines:
         kept[start:end] = bytes(end - start)
     starts = {}
+    for token, following in pairwise(found.source.tokens):
+        if token.text in found.namespaces and following.text == "::":  # namespaces are taken away
+            kept[token.start : following.end] = bytes(following.end - token.start)
     for item in keep:
         if item.kind == "kernel":
             # extern "C", so that the kernel's name in the object is its name in the file

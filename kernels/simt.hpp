@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -140,14 +141,12 @@ inline int __syncthreads_or(int p, int line = __builtin_LINE()) {
 
 namespace simt {
 
-// A lane that is not in the mask, has returned or does not exist gives poison, as CUDA gives no promise.
 template <class T>
 inline T shuffle(unsigned mask, T value, unsigned source, int line) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
-    const uint64_t *all = api.exchange(worker, mask, bits, line);
-    bits = mask >> source & 1u ? all[source] : ~uint64_t(0);
+    bits = api.exchange(worker, mask, bits, source, line);
     memcpy((void *)&value, &bits, sizeof value);
     return value;
 }
@@ -181,14 +180,10 @@ inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
-    simt::api.exchange(simt::worker, mask, 0, line);
+    simt::api.exchange(simt::worker, mask, 0, 32, line);
 }
 inline unsigned __ballot_sync(unsigned mask, int p, int line = __builtin_LINE()) {
-    const uint64_t *all = simt::api.exchange(simt::worker, mask, p ? 2 : 4, line);
-    unsigned votes = 0;
-    for (unsigned i = 0; i < 32; i++)
-        if (mask >> i & 1u && all[i] == 2) votes |= 1u << i;
-    return votes;
+    return unsigned(simt::api.exchange(simt::worker, mask, p != 0, 32, line));
 }
 inline int __any_sync(unsigned mask, int p, int line = __builtin_LINE()) {
     return __ballot_sync(mask, p, line) != 0;
@@ -202,11 +197,12 @@ namespace simt {
 
 template <class T, class F>
 inline T reduce(unsigned mask, T value, int line, F f) {
-    const uint64_t *all = api.exchange(worker, mask, uint64_t(value), line);
-    unsigned live = api.active(worker);
     T sum = value;
-    for (unsigned i = 0; i < 32; i++)
-        if (i != lane() && (mask & live) >> i & 1u) sum = f(sum, T(all[i]));
+    for (unsigned i = 0; i < 32; i++) {
+        if (!(mask >> i & 1u)) continue;
+        T other = shuffle(mask, value, i, line);
+        if (i != lane() && api.active(worker) >> i & 1u) sum = f(sum, other);
+    }
     return sum;
 }
 

@@ -32,7 +32,9 @@ struct Kernel {
 struct Api {
     void (*barrier)(Worker *, int line);
     int (*barrier_reduce)(Worker *, int line, int kind, int value);  // kind: 0 count, 1 and, 2 or
-    const uint64_t *(*exchange)(Worker *, unsigned mask, uint64_t value, int line);  // 32 values
+    // Gives `value` to the warp and takes that of lane `source` (0-31), or a vote (32): the lanes whose
+    // value is not 0.
+    uint64_t (*exchange)(Worker *, unsigned mask, uint64_t value, unsigned source, int line);
     unsigned (*active)(Worker *);  // lanes of this warp that have not returned
     void (*fault)(Worker *, int line, const char *message);  // ends the launch; does not return
 };

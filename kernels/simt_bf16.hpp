@@ -97,7 +97,7 @@ inline __nv_bfloat16 __float2bfloat16_ru(float a) {
 }
 #define SIMT_BF16_INTEGER(word, I)                                                        \
     inline __nv_bfloat16 __##word##2bfloat16_rn(I a) { return __nv_bfloat16(a); }         \
-    inline I __bfloat162##word##_rz(__nv_bfloat16 a) { return I(a); }                     \
+    inline I __bfloat162##word##_rz(__nv_bfloat16 a) { return (I)a; }                     \
     inline I __bfloat162##word##_rn(__nv_bfloat16 a) {                                    \
         return simt::saturate<I>(nearbyintf(float(a)));                                   \
     }

@@ -1,8 +1,8 @@
 """C++ source text cut into tokens, with comments, strings and preprocessor lines understood.
 
-Only what `lift` needs of the language. Conditional lines (`#if`, `#ifdef` ...) are followed: tokens of
-a branch that is not taken are left out. Macros without side effects on the cut are kept as `Macro`s
-and expanded by `expand` where an expression is evaluated.
+Only what `lift` needs of the language. Conditional lines (`#if`, `#ifdef` ...) are followed: tokens
+of a branch that is not taken are left out. Macros are kept aside; `expand` replaces them where an
+expression is evaluated.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Macro:
 
 @dataclass(frozen=True)
 class Source:
-    """The tokens of a file, its macros, and the spans of its preprocessor lines and dead branches."""
+    """The tokens of a file, its macros, and where its preprocessor lines and dead branches are."""
 
     name: str
     text: str
@@ -92,7 +92,7 @@ def _raw_tokens(name: str, text: str) -> tuple[list[Token], list[tuple[int, int,
     at, line, fresh = 0, 1, True  # fresh: nothing but blanks and comments on this line so far
     while at < len(text):
         match = _TOKEN.match(text, at)
-        if match is None:
+        if match is None or (match.lastgroup == "punct" and text.startswith("/*", at)):
             what = "unterminated comment" if text.startswith("/*", at) else "unreadable character"
             raise KernelsError(f"{name}:{line}: {what} {text[at : at + 12]!r}")
         kind, word = match.lastgroup or "", match.group()

@@ -97,25 +97,31 @@ class Tokens(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class ForcedTokens:
-    """Fixed ids: decode step k feeds slot s the id ids[s][k], wrapping. Stands for every argmax."""
+    """Fixed ids that stand for every argmax: the k-th token chosen for slot s is ids[s][k], wrapping.
 
-    ids: Sequence[Sequence[int]]
+    So decode step k feeds slot s the id ids[s][k], as long as no other prompt takes the slot over.
+    """
 
-    def _at(self, slot: int, step: int) -> Emitted:
+    def __init__(self, ids: Sequence[Sequence[int]]) -> None:
+        self.ids = ids
+        self._taken = [0] * len(ids)
+
+    def _next(self, slot: int) -> Emitted:
         own = self.ids[slot]
-        return Emitted(slot, own[step % len(own)])
+        token = own[self._taken[slot] % len(own)]
+        self._taken[slot] += 1
+        return Emitted(slot, token)
 
     def prefill(self, slot: int, prompt_index: int, tokens: tuple[int, ...], step: int) -> Emitted:
-        """The id that step `step` feeds."""
-        return self._at(slot, step)
+        """The slot's next id."""
+        return self._next(slot)
 
     def step(
         self, slots: tuple[int, ...], positions: tuple[int, ...], fed: tuple[int, ...], step: int
     ) -> list[Emitted]:
-        """The ids that the next step feeds."""
-        return [self._at(slot, step + 1) for slot in slots]
+        """Each slot's next id."""
+        return [self._next(slot) for slot in slots]
 
 
 class Scheduler:

@@ -12,6 +12,7 @@ from harness.result import MODEL_INPUT, Culprit, Race, Report, Result, Stray, To
 
 # Verdicts on values, which a hypothesis could explain; the others say by themselves what happened.
 _EXPLICABLE = frozenset({"systematic", "diverged", "poisoned", "unchanged"})
+_MANY_NOTES = 6
 _MANY_TOKENS = 16  # a slot's tokens on one line
 
 
@@ -78,10 +79,11 @@ def _figures(row: Result) -> Iterator[str]:
     if row.first_nan is not None:
         yield f"The first NaN or infinity stands at {place(row.first_nan)}."
     if row.worst is not None:
-        low, high = row.worst.allowed
+        low, high = (number(bound) for bound in row.worst.allowed)
+        allowed = f"only {low}" if low == high else f"{low} to {high}"
         text = (
             f"Worst at {place(row.worst.index)}: got {number(row.worst.got)}, "
-            f"want {number(row.worst.want)}, allowed {number(low)} to {number(high)}."
+            f"want {number(row.worst.want)}, allowed {allowed}."
         )
         if row.passing_tolerance is not None:
             text += (
@@ -119,15 +121,18 @@ def _extent(rows: Sequence[Result]) -> Iterator[str]:
         yield f"Fails in: {'; '.join(p for p in parts if p)}."
 
 
-def notes_lines(report: Report) -> Iterator[str]:
+def notes_lines(report: Report, every: bool) -> Iterator[str]:
     """The notes of rows that did not fail, each once: a harmless variant, say."""
     places: dict[tuple[str, str, str, str], list[int | None]] = {}
     for r in report.results:
         if r.note is not None and not r.failed(report.strict):
             places.setdefault((r.phase, r.op, r.verdict, r.note), []).append(r.layer)
-    for (phase, op, verdict, note), layers in places.items():
+    shown = len(places) if every else _MANY_NOTES
+    for (phase, op, verdict, note), layers in list(places.items())[:shown]:
         where = f", layer {ranges(layers)}" if ranges(layers) else ""
         yield f"Note: {phase} {op}{where}: {verdict}, {note}"
+    if len(places) > shown:
+        yield f"{len(places) - shown} more notes; -v shows them."
 
 
 def tokens_lines(tokens: Tokens, every: bool) -> Iterator[str]:

@@ -6,6 +6,7 @@ inputs. Every result is in exactly one row, and a row stands where its first res
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ class Row:
 
     results: tuple[Result, ...]
     culprit: int | None  # the number of the culprit that this row belongs to, from 1
+    slot: int | None = None  # the one slot that it tells of; None where it tells of all
     detailed: bool = False  # show every figure, also where nothing is wrong
 
     @property
@@ -44,7 +46,7 @@ class Row:
 def plain_rows(report: Report) -> list[Row]:
     """One row a result, with every figure."""
     number = _culprit_number(report)
-    return [Row((result,), number(result), detailed=True) for result in report.results]
+    return [Row((r,), number(r), r.slot, detailed=True) for r in report.results]
 
 
 def folded_rows(report: Report) -> list[Row]:
@@ -54,12 +56,15 @@ def folded_rows(report: Report) -> list[Row]:
     that pass fold into the op's first row that passes.
     """
     number = _culprit_number(report)
-    groups: dict[Hashable, list[Result]] = {}
+    # Where a slot does not pass, the others must be told apart from it.
+    apart = {_place(r) for r in report.results if not _passes(r)}
+    groups: dict[tuple[Hashable, int | None], list[Result]] = {}
     for result in report.results:
-        groups.setdefault(_fold_key(result), []).append(result)
+        slot = result.slot if _place(result) in apart else None
+        groups.setdefault((_fold_key(result), slot), []).append(result)
     rows = [
-        Row(tuple(part), number(part[0]))
-        for group in groups.values()
+        Row(tuple(part), number(part[0]), slot)
+        for (_, slot), group in groups.items()
         for part in _rectangles(group)
     ]
     position = {id(result): place for place, result in enumerate(report.results)}
@@ -71,12 +76,27 @@ def _culprit_number(report: Report) -> Callable[[Result], int | None]:
     return lambda r: numbers[r.phase, r.op] if r.failed(report.strict) else None
 
 
+def _passes(result: Result) -> bool:
+    return result.verdict in ("exact", "rounding")
+
+
+def _place(result: Result) -> Hashable:
+    return (result.phase, result.step, result.layer, result.op, result.input)
+
+
 def _fold_key(result: Result) -> Hashable:
-    where = (result.phase, result.op, result.slot)
-    if result.verdict in ("exact", "rounding"):
-        return (*where, "passes")
+    if _passes(result):
+        return (result.phase, result.op, "passes", _magnitude(result.propagated))
     on_model = result.input == MODEL_INPUT
-    return (*where, result.verdict, on_model, tuple(d.hypothesis for d in result.diagnosis))
+    reasons = tuple(d.hypothesis for d in result.diagnosis)
+    return (result.phase, result.op, result.verdict, on_model, reasons)
+
+
+def _magnitude(ratio: float | None) -> Hashable:
+    """The power of two nearest to a ratio: where errors run on, rows show how they grow."""
+    if ratio is None or not math.isfinite(ratio) or ratio <= 0:
+        return str(ratio)  # NaN does not equal itself, but its name does
+    return round(math.log2(ratio))
 
 
 def _rectangles(group: Sequence[Result]) -> list[list[Result]]:
@@ -92,7 +112,7 @@ def _rectangles(group: Sequence[Result]) -> list[list[Result]]:
         by_step.setdefault(result.step, []).append(result)
     by_layers: dict[tuple[int | None, ...], list[Result]] = {}
     for part in by_step.values():
-        by_layers.setdefault(tuple(r.layer for r in part), []).extend(part)
+        by_layers.setdefault(tuple(dict.fromkeys(r.layer for r in part)), []).extend(part)
     parts = list(by_layers.values()) or [[]]
     parts[0] = [*parts[0], *battery]
     return parts

@@ -102,7 +102,7 @@ _COLUMNS: Final = (
     Column("", lambda row: f"#{row.culprit}" if row.culprit else "", ALWAYS, "left"),
     Column("phase", lambda row: row.first.phase, ALWAYS, "left"),
     Column("step", lambda row: ranges(r.step for r in row.results), ALWAYS),
-    Column("slot", lambda row: ranges(r.slot for r in row.results), ALWAYS),
+    Column("slot", lambda row: ranges([row.slot]), ALWAYS),
     Column("layer", lambda row: ranges(r.layer for r in row.results), ALWAYS),
     Column("op", lambda row: row.first.op, ALWAYS, "left"),
     Column("input", _input, ALWAYS, "left"),
@@ -137,6 +137,7 @@ class TextReport:
     verbosity: int = NORMAL
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        verbose = self.verbosity == VERBOSE
         width = options.max_width
         report = self.report
         if self.verbosity > QUIET:
@@ -150,12 +151,12 @@ class TextReport:
             for paragraph in finding.paragraphs:
                 yield from _wrapped(paragraph, prose)
             yield Text()
-        if self.verbosity > QUIET and (notes := list(notes_lines(report))):
+        if self.verbosity > QUIET and (notes := list(notes_lines(report, verbose))):
             for note in notes:
                 yield from _wrapped(note, prose)
             yield Text()
         if self.verbosity > QUIET and report.tokens is not None:
-            for line in tokens_lines(report.tokens, every=self.verbosity == VERBOSE):
+            for line in tokens_lines(report.tokens, verbose):
                 yield _line(line)
             yield Text()
         if self.verbosity > QUIET and report.first_culprit is not None:

@@ -37,7 +37,9 @@ def test_correct_kernels_pass_on_the_battery_in_any_order(name: str, op: str) ->
     inputs = stressed(name, op)
     real = real_of(op, inputs)
     bound = bound_of(op, inputs, real)
-    for order in ORDERS if op in SUMMED else ["sequential"]:
+    some = ["sequential", "truncating"]  # at other lengths than 33
+    orders = ["sequential"] if op not in SUMMED else ORDERS if name == "prefill-33" else some
+    for order in orders:
         found = planted.judge(kernel(op, inputs, order), real, bound)
         assert found, (order, found)
         assert found.impossible == found.improbable == 0, (order, found)
@@ -136,15 +138,17 @@ def test_torchs_bf16_matmul_passes(rows: int, terms: int, out: int) -> None:
     assert found.improbable == 0
 
 
-@given(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF))
-@bounded(max_examples=3000)
-def test_a_float32_residual_add_rounds_only_once(a: int, b: int) -> None:
-    x, y = (from_bits(np.array([[v]], np.uint16)) for v in (a, b))
-    if not (x.isfinite() & y.isfinite()).all():
-        return
+def test_a_float32_residual_add_rounds_only_once() -> None:
+    random = np.random.default_rng(4)
+    x = random.integers(0, 0x10000, (1000, 1000), np.uint16)
+    y = x ^ random.integers(0, 0x10000, x.shape, np.uint16)
+    y[:500] = x[:500] ^ random.integers(0, 0x400, (500, 1000), np.uint16)  # nearby exponents
+    x[(x & 0x7F80) == 0x7F80] = 0  # no infinity, no NaN
+    y[(y & 0x7F80) == 0x7F80] = 0
+    inputs = {"x": from_bits(x), "y": from_bits(y)}
     with np.errstate(over="ignore"):
-        got = store(planted.f32(x) + planted.f32(y))
-    assert verdict_of("attn_residual", {"x": x, "y": y}, got).verdict == "exact"
+        got = store(planted.f32(inputs["x"]) + planted.f32(inputs["y"]))
+    assert verdict_of("attn_residual", inputs, got).verdict == "exact"
 
 
 @pytest.mark.parametrize("power", [-133, -130, -127, -126, -120])

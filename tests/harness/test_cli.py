@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -138,7 +139,7 @@ def test_mistakes_in_the_words_are_one_line(
 def test_defaults(asked: list[CompareRequest]):
     assert main(["compare"]) == 0
     (request,) = asked
-    assert request == CompareRequest()
+    assert request == CompareRequest(command="python -m harness compare")
     assert request.layers == (0,)
     assert request.phases == ("prefill", "decode")
     assert request.selects("mask")
@@ -183,12 +184,30 @@ def test_every_option_reaches_the_request(asked: list[CompareRequest], tmp_path:
             strict=True,
             fail_fast=True,
             output=Output(verbosity=1),
-            command=f"python -m harness compare {' '.join(words)}".replace("3 4", "'3 4'")
-            .replace("5;6,7", "'5;6,7'")
-            .replace("rope$", "'rope$'"),
+            command=f"python -m harness compare {shlex.join(words)}",
         )
     ]
     assert [op for op in OPS if asked[0].selects(op)] == ["q_rope", "k_rope"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        CompareRequest(),
+        CompareRequest(layers=(2, 3, 4), phase="decode", steps=3, op="a b|rope", strict=True),
+        CompareRequest(layers=tuple(range(16)), all_layers=True, mode="propagated", seed=3),
+        CompareRequest(
+            prompt_ids=((1, 2), (3,)), decode_ids=((4,),), battery=False, fail_fast=True
+        ),
+        CompareRequest(device="host", kernels=Path("pyproject.toml")),
+    ],
+)
+def test_a_request_made_in_code_knows_its_command(
+    asked: list[CompareRequest], request_: CompareRequest, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(ROOT)
+    main(shlex.split(request_.command)[3:])
+    assert asked == [request_]
 
 
 @pytest.mark.parametrize(
@@ -367,6 +386,19 @@ def test_a_bug_keeps_its_traceback(compare_with: Callable):
     compare_with(ZeroDivisionError("ours"))
     with pytest.raises(ZeroDivisionError):
         main(["compare"])
+
+
+def test_a_bug_is_not_taken_for_an_op_that_failed():
+    code = (
+        "import runpy, sys, types\n"
+        "sys.modules['harness.compare'] = types.ModuleType('harness.compare')\n"
+        "sys.argv = ['harness', 'compare']\n"
+        "runpy.run_module('harness', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "Traceback" in done.stderr
+    assert "ImportError" in done.stderr
 
 
 def test_every_packages_own_mistakes_are_one_line(

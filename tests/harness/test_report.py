@@ -317,6 +317,34 @@ def test_slots_that_differ_stay_apart():
     assert "diverged" in second
 
 
+def test_rows_show_how_a_propagated_error_grows():
+    ratios = [1.0, 1.1, 0.9, 1.0, 40.0, 41.0, 700.0, INF, NAN, -NAN]
+    rows = [
+        tap("decode", 0, layer, "mlp_residual", propagated=ratio)
+        for layer, ratio in enumerate(ratios)
+    ]
+    text = as_text(report_of(rows))
+    header, *table = table_of(text)
+    assert "floor" in header
+    assert [row[2] for row in table] == ["0-3", "4-5", "6", "7", "8-9"]
+
+
+def test_slots_that_all_pass_fold():
+    rows = [
+        tap("decode", 0, 0, "attention", slot=0),
+        tap("decode", 0, 0, "attention", slot=1, verdict="rounding"),
+        tap("decode", 0, 1, "attention"),
+        tap("decode", 0, 2, "attention", slot=0, verdict="diverged"),
+        tap("decode", 0, 2, "attention", slot=1),
+    ]
+    folded = folded_rows(report_of(rows))
+    assert [(row.slot, ranges(r.layer for r in row.results), row.verdict) for row in folded] == [
+        (None, "0-1", "rounding"),
+        (0, "2", "diverged"),
+        (1, "2", "exact"),
+    ]
+
+
 def test_battery_rows_that_pass_join_their_op_and_those_that_fail_do_not():
     rows = [
         tap("prefill", None, 0, "swiglu"),
@@ -394,6 +422,13 @@ def test_notes_of_rows_that_pass_are_told_once():
     text = as_text(report_of(rows))
     assert text.count("rounded twice") == 1
     assert "Note: prefill mlp_norm, layer 0-1,3: equivalent, rounded twice" in text
+
+
+def test_many_notes_are_cut_short_unless_verbose():
+    rows = [tap("prefill", None, n, "mask", note=f"note {n}") for n in range(9)]
+    assert as_text(report_of(rows)).count("Note: ") == 6
+    assert "3 more notes; -v shows them." in as_text(report_of(rows))
+    assert as_text(report_of(rows), VERBOSE).count("Note: ") == 9
 
 
 def test_counts_line_names_only_what_happened():

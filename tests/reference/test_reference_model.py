@@ -84,7 +84,7 @@ def hf(saved_model: SavedModel) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("prompt", [PROMPTS[0], [128000], list(range(500, 128000, 1337))])
+@pytest.mark.parametrize("prompt", [PROMPTS[0], [128000], list(range(500, 128000, 3331))])
 def test_exact_agrees_with_transformers_in_float32(
     saved_model: SavedModel, hf: Any, prompt: list[int]
 ):
@@ -124,25 +124,27 @@ def test_rotation_agrees_with_transformers_at_every_position():
 
 
 def test_exact_gives_the_float64_tokens_margins_and_top_5_of_transformers():
-    """All 16 layers, all four prompts, 32 greedy tokens each.
+    """All 16 layers, all four prompts, 16 greedy tokens each.
 
     The tokens are fed as part of the prompt, so that one walk answers for all of them; that decode
     gives what prefill gives is tested below.
     """
+    count = 16
     model = Llama(open_checkpoint("synthetic"), identity)
     wanted = ENGINE["hf"]["float64"]
-    told = [prompt + want["tokens"][:-1] for prompt, want in zip(PROMPTS, wanted, strict=True)]
+    told = [p + want["tokens"][: count - 1] for p, want in zip(PROMPTS, wanted, strict=True)]
     hidden = [model.embed(tokens) for tokens in told]
     for layer in range(16):
         hidden = [model.prefill_layer(layer, h, Cache()) for h in hidden]
-    for prompt, h, want in zip(PROMPTS, hidden, wanted, strict=True):
-        logits, tokens = model.final(h[len(prompt) - 1 :])
-        assert tokens.tolist() == want["tokens"]
-        top = logits.topk(5)
-        margins = top.values[:, 0] - top.values[:, 1]
-        np.testing.assert_allclose(margins, want["margins"], atol=2e-5)
-        assert top.indices[0].tolist() == want["top5_ids"]
-        np.testing.assert_allclose(top.values[0], want["top5_logits"], atol=2e-6)
+    logits, tokens = model.final(torch.cat([h[-count:] for h in hidden]))
+    top = logits.topk(5)
+    for i, want in enumerate(wanted):
+        own = slice(i * count, (i + 1) * count)
+        assert tokens[own].tolist() == want["tokens"][:count]
+        margins = top.values[own, 0] - top.values[own, 1]
+        np.testing.assert_allclose(margins, want["margins"][:count], rtol=0, atol=1e-5)
+        assert top.indices[own][0].tolist() == want["top5_ids"]
+        np.testing.assert_allclose(top.values[own][0], want["top5_logits"], rtol=0, atol=2e-6)
 
 
 # ---- the model against itself -------------------------------------------------------------
@@ -154,12 +156,14 @@ def test_exact_decode_continues_as_a_longer_prefill(
 ):
     _, model = ideal_and_exact(checkpoint)
     steps = 3
-    texts = [[(7919 * (i + 1) * (r + 1)) % 128256 for i in range(n + steps)]
-             for r, n in enumerate(lengths)]  # fmt: skip
+    texts = [
+        [7919 * (i + 1) * (r + 1) % 128256 for i in range(n + steps)] for r, n in enumerate(lengths)
+    ]
     whole = [model.embed(text) for text in texts]
     begun = [h[:n] for h, n in zip(whole, lengths, strict=True)]
-    later = [torch.stack([h[n + t] for h, n in zip(whole, lengths, strict=True)])
-             for t in range(steps)]  # fmt: skip
+    later = [
+        torch.stack([h[n + t] for h, n in zip(whole, lengths, strict=True)]) for t in range(steps)
+    ]
     for layer in range(2):
         full = [Cache() for _ in lengths]
         grown = [Cache() for _ in lengths]
@@ -177,7 +181,7 @@ def test_exact_decode_continues_as_a_longer_prefill(
 
 
 def test_a_slot_does_not_see_the_other(checkpoint: Checkpoint):
-    model, _ = ideal_and_exact(checkpoint)
+    _, model = ideal_and_exact(checkpoint)
     caches = [Cache(), Cache()]
     for prompt, cache in zip(PROMPTS, caches, strict=False):
         model.prefill_layer(0, model.embed(prompt), cache)
@@ -185,16 +189,14 @@ def test_a_slot_does_not_see_the_other(checkpoint: Checkpoint):
     model.prefill_layer(0, model.embed(PROMPTS[1]), alone)
     both = model.decode_layer(0, model.embed([5, 6]), [17, 14], caches)
     one = model.decode_layer(0, model.embed([6]), [14], [alone])
-    # sums may be ordered otherwise for another number of rows; a bf16 step apart is seen at 2^-9
-    assert relative(both[1:], one) < 1e-4
+    assert relative(both[1:], one) < 1e-13
 
 
 def test_generate_takes_the_greatest_logit_of_each_longer_prompt(checkpoint: Checkpoint):
     _, model = ideal_and_exact(checkpoint)
     tokens = model.generate(PROMPTS[2], 3)
-    for n in range(3):
-        logits, _ = model.prefill(PROMPTS[2] + tokens[:n])
-        assert int(logits[-1].argmax()) == tokens[n]
+    logits, _ = model.prefill(PROMPTS[2] + tokens[:-1])
+    assert logits[-3:].argmax(dim=1).tolist() == tokens
 
 
 # ---- what is recorded ---------------------------------------------------------------------
@@ -264,7 +266,7 @@ def test_inputs_are_as_the_rounding_left_them(tapes: tuple[str, Tape, Tape, Tape
         for op, inputs, real in tape.taps:
             for name, value in inputs.items():
                 if name in ("x", "y", "q", "k", "v", "scores", "probs", "gate", "up", "logits"):
-                    fresh = op in ("final_norm",) or not seen
+                    fresh = op == "final_norm"  # the first of its tape: its input is not on it
                     assert fresh or any(_ends_with(s, value) for s in seen), (op, name)
                     if kind == "ideal":
                         bf16_bits(value)
