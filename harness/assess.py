@@ -16,7 +16,6 @@ from harness.probe import Case, Observation
 from harness.result import MODEL_INPUT, Result, Stray
 from harness.taps import DECODE, PREFILL
 from harness.verdict import Judgement, judge
-from reference.rounding import round_to_bf16
 
 _N = TypeVar("_N", int, float)
 
@@ -61,6 +60,7 @@ def _row(observation: Observation) -> Row:
         observation.got,
         case.real,
         bound_of(case.tap.op, case.inputs, case.real),
+        want=case.ideal,
         unchanged=observation.unchanged,
         stray=bool(written),
         equivalents=equivalents_of(case.tap.op, case.inputs, case.real),
@@ -119,16 +119,17 @@ def noise_floor(case: Case) -> float | None:
     """Relative L2 of the ideal against the exact run: what bf16 itself costs up to here."""
     if case.exact is None or not case.real.is_floating_point():
         return None
-    return relative_l2(round_to_bf16(case.real), case.exact)
+    return relative_l2(case.ideal, case.exact)
 
 
 def relative_l2(value: torch.Tensor, want: torch.Tensor) -> float | None:
     """|value - want| / |want| over the elements where both are finite; None where want is 0."""
-    finite = value.isfinite() & want.isfinite()
-    norm = torch.linalg.vector_norm(want[finite])
-    if norm == 0:
-        return None
-    return float(torch.linalg.vector_norm(value[finite] - want[finite]) / norm)
+    error = value - want
+    if not torch.isfinite(torch.linalg.vector_norm(error)):
+        finite = value.isfinite() & want.isfinite()
+        error, want = error[finite], want[finite]
+    norm = torch.linalg.vector_norm(want)
+    return float(torch.linalg.vector_norm(error) / norm) if norm != 0 else None
 
 
 def _incident_note(observation: Observation) -> str | None:

@@ -34,9 +34,7 @@ def compare(request: CompareRequest, progress: Progress) -> Report:
         rows = Isolated(session).rows()
     else:
         rows, tokens = Propagated(session).rows()
-    selected = [
-        row for row in rows if row.result.op in CONTROL or request.selects(row.result.op)
-    ]
+    selected = [row for row in rows if row.result.op in CONTROL or request.selects(row.result.op)]
     selected.sort(key=lambda row: _execution_order(row.result))
     return Report.build(
         command=request.command,

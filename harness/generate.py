@@ -161,13 +161,14 @@ def _limit(max_new_tokens: int | None) -> Observer:
 
     if max_new_tokens is None:
         return Observer()
+    limit = max_new_tokens
 
     class Limit(Observer):
         def __init__(self) -> None:
             self.left: dict[int, int] = {}
 
         def prefill_begins(self, engine: Engine, slot: int, num_tokens: int) -> None:
-            self.left[slot] = max_new_tokens
+            self.left[slot] = limit
 
         def prefill_ends(self, engine: Engine, slot: int) -> None:
             if self.left[slot] == 0:

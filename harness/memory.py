@@ -15,6 +15,7 @@ from port.main import Engine
 
 POISON = 0xFF  # every bf16 of such bytes is a NaN that no CUDA kernel stores (0xFFFF, not 0x7FFF)
 
+
 @dataclass(frozen=True)
 class Region:
     """`size` bytes from `offset` of one of the engine's buffers."""

@@ -22,7 +22,13 @@ MAX_SEED: Final = 2**64 - 1  # a word of Philox's key
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """--model, --seed, --device, --kernels and the options of the report."""
+    """The options of the engine and those of the report."""
+    add_engine(parser)
+    add_output(parser)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """--model, --seed, --device and --kernels."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--model",
@@ -40,8 +46,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(DEVICES),
         help="where the engine runs; host is the CPU (default: cuda if there is a GPU)",
     )
-    group.add_argument("--kernels", metavar="FILE", help="another kernels.cu to run and judge")
-    add_output(parser)
+    group.add_argument("--kernels", metavar="FILE", help="another kernels.cu to run")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from port import main as engine_main
 from port.device import Incident
 from port.main import Engine
 from port.observer import Observer
-from reference.rounding import bf16_bits
+from reference.rounding import bf16_bits, round_to_bf16
 
 if TYPE_CHECKING:
     from harness.control import ControlRecorder
@@ -72,6 +73,11 @@ class Case:
     inputs: Mapping[str, Any]
     real: torch.Tensor
     exact: torch.Tensor | None = None
+
+    @cached_property
+    def ideal(self) -> torch.Tensor:
+        """The real result rounded once to bf16, float64."""
+        return round_to_bf16(self.real) if self.real.is_floating_point() else self.real
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from port import main as engine_main
 from port.device import Incident
 from port.main import Engine
 from port.observer import Observer
-from reference.rounding import from_bits, round_to_bf16
+from reference.rounding import from_bits
 
 Key = tuple[str, int, str, int | None]  # phase, event index, op, layer
 Judged = tuple[list[Result], Plan, Tokens | None]
@@ -167,7 +167,7 @@ def _result(case: Case, taken: Taken | None) -> Result:
         note = "the port did not come to it with these slots"
         return replace(place, verdict="not_run", shape=None, note=note)
     assert case.exact is not None
-    ideal = round_to_bf16(case.real)
+    ideal = case.ideal
     port = from_bits(taken.got).reshape(case.real.shape)
     floor = relative_l2(ideal, case.exact)
     lost = case.exact.isfinite() & ~port.isfinite()
@@ -279,9 +279,7 @@ class Propagated:
         fed = [token for ids in (*session.prompts, *session.forced.ids) for token in ids]
         session.load({"embed"}, None, fed)
 
-    def _judge_forced(
-        self, listener: Listener, ops: set[str]
-    ) -> Judged:
+    def _judge_forced(self, listener: Listener, ops: set[str]) -> Judged:
         session = self._session
         expected = plan(
             session.prompts, session.forced, layers=session.checkpoint.layers, steps=session.steps
@@ -294,9 +292,7 @@ class Propagated:
             results += self._results(walk.layer(layer, wanted), listener, ops)
         return results, expected, None
 
-    def _judge_freely(
-        self, listener: Listener, ops: set[str]
-    ) -> Judged:
+    def _judge_freely(self, listener: Listener, ops: set[str]) -> Judged:
         session = self._session
         results: list[Result] = []
         walk = FreeWalk(

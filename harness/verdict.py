@@ -71,6 +71,7 @@ def judge(
     real: Tensor,
     bound: Bound,
     *,
+    want: Tensor | None = None,
     unchanged: bool = False,
     stray: bool = False,
     recheck: Callable[[Tensor], Tensor] | None = None,
@@ -79,10 +80,10 @@ def judge(
 ) -> Judgement:
     """Judge bf16 bits (uint16; for argmax int64 indices) against the real result of that shape.
 
-    unchanged: the output holds the very bits it held before the op. stray: the op changed something
-    that is not its output. recheck: allowance of the elements with the given flat indices, the
-    bound's own by default. equivalents: names a harmless variant that explains all of got
-    (float64), if any.
+    want: real rounded once to bf16, if the caller has it. unchanged: the output holds the very bits
+    it held before the op. stray: the op changed something that is not its output. recheck:
+    allowance of the elements with the given flat indices, the bound's own by default. equivalents:
+    names a harmless variant that explains all of got (float64), if any.
     """
     if tuple(got.shape) != tuple(real.shape):
         raise ValueError(f"got must be of shape {tuple(real.shape)} (got {tuple(got.shape)})")
@@ -90,7 +91,7 @@ def judge(
         return _judge_indices(got, real, stray=stray, strict=strict)
     value = from_bits(np.ascontiguousarray(got)).reshape(-1)
     real = real.reshape(-1)
-    want = round_to_bf16(real)
+    want = round_to_bf16(real) if want is None else want.reshape(-1)
     # Everything beyond the first comparison looks only at the few elements not correctly rounded.
     off = torch.nonzero(~_equal(value, want)).squeeze(1)  # flat indices, int64
     b, d = bound.at(off)

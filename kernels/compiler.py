@@ -46,7 +46,7 @@ KERNEL_FLAGS = (
     "-fsanitize=bounds",
     "-fno-sanitize-recover=bounds",
     # a fiber's stack is 64 KiB
-    "-Werror=frame-larger-than=49152",
+    "-Wframe-larger-than=49152",
 )
 _KEEP = 600  # objects in the cache folder; the oldest go first
 _ERROR = re.compile(r"^(?P<where>[^\n]+?:\d+):(?:\d+:)? (?:fatal )?error: (?P<what>[^\n]+)", re.M)

@@ -138,7 +138,7 @@ class PackedArguments:
 
 _SCALARS: dict[str, Any] = {
     "bool": ctypes.c_bool,
-    "char": ctypes.c_char,
+    "char": ctypes.c_byte,
     "unsigned char": ctypes.c_ubyte,
     "short": ctypes.c_short,
     "unsigned short": ctypes.c_ushort,

@@ -4,7 +4,7 @@
     x = executor.allocate(17 * 2048 * 2, "x")        # an address; guarded, full of NaN
     executor.launch(file.call("rmsNorm", x, out, weight, 17))
 
-`python -m kernels.simt` measures a fiber switch and a few launches on this machine.
+`python -m kernels.measure` measures a fiber switch and some launches on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from kernels.lift import KernelsFile, Launch
 from kernels.tokens import Token, matching, read, split_commas
 
 HEADERS = ("simt.hpp", "simt_abi.hpp", "simt_math.hpp", "simt_bf16.hpp")
-RUNTIME = ("simt_runtime.cpp", "simt_abi.hpp", "simt_fiber.hpp", "simt_memory.hpp")
+RUNTIME = (
+    "simt_runtime.cpp",
+    "simt_abi.hpp",
+    "simt_block.hpp",
+    "simt_fiber.hpp",
+    "simt_memory.hpp",
+)
 SCHEDULES = ("benign", "reversed", "ahead", "ahead-reversed", "random")
 # Threads of a launch from which a second OS thread pays for waking it.
 _SPREAD = {True: 2_048, False: 16_384}

@@ -20,7 +20,7 @@
 #define CUDART_NAN_F NAN
 #define CUDART_PI_F 3.141592654f
 
-// Macros and not functions: glibc's <math.h> declares these names itself.
+// Macros and not functions: glibc's <math.h> (and macOS's, __sincosf) declares these names itself.
 #define __expf expf
 #define __exp10f(x) exp10f(x)
 #define __logf logf
@@ -65,12 +65,13 @@ inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 inline double rsqrt(double a) { return 1.0 / sqrt(a); }
 inline float rsqrt(float a) { return rsqrtf(a); }
 inline float __saturatef(float a) { return a > 0.0f ? a < 1.0f ? a : 1.0f : 0.0f; }
-#if !defined(__GLIBC__)
+#if defined(__APPLE__)
 inline void sincosf(float a, float *s, float *c) { *s = sinf(a), *c = cosf(a); }
 inline void sincos(double a, double *s, double *c) { *s = sin(a), *c = cos(a); }
 inline float exp10f(float a) { return powf(10.0f, a); }
 #endif
-inline void __sincosf(float a, float *s, float *c) { *s = sinf(a), *c = cosf(a); }
+inline void simt_sincosf(float a, float *s, float *c) { *s = sinf(a), *c = cosf(a); }
+#define __sincosf simt_sincosf
 inline float sinpif(float a) { return float(sin(M_PI * double(a))); }
 inline float cospif(float a) { return float(cos(M_PI * double(a))); }
 

@@ -1,6 +1,6 @@
 // Memory for a device on the CPU: guarded, poisoned with 0xFF, and free of cost until it is written.
 //
-//   | no access | guard, 1 MiB | data | rest of its last page | guard, 1 MiB | no access |
+//   | 16 MiB no access | guard, 1 MiB | data | rest of its last page | guard, 1 MiB | 16 MiB no access |
 //
 // Everything between the ends is a private mapping of one small file full of 0xFF, mapped again and again:
 // a 2 GiB cache takes no memory until pages of it are written. Bytes next to the data read as poison
@@ -21,6 +21,7 @@ namespace simt {
 
 constexpr size_t kPoisonBytes = size_t(4) << 20;
 constexpr size_t kGuardBytes = size_t(1) << 20;
+constexpr size_t kFarBytes = size_t(16) << 20;  // without access: an illegal access, not damage
 constexpr size_t kNearBytes = 4096;  // of each guard, checked every time
 
 struct Allocation {
@@ -106,15 +107,15 @@ inline bool allocate(size_t size, Allocation *out) {
     const size_t page = page_bytes();
     const size_t body = (size + page - 1) / page * page;
     const size_t middle = kGuardBytes + body + kGuardBytes;
-    const size_t bytes = middle + 2 * kGuardBytes;
+    const size_t bytes = middle + 2 * kFarBytes;
     void *start = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return false;
     auto *base = static_cast<unsigned char *>(start);
-    if (!fill_poison(m, base + kGuardBytes, middle)) {
+    if (!fill_poison(m, base + kFarBytes, middle)) {
         munmap(start, bytes);
         return false;
     }
-    *out = Allocation{base, bytes, base + 2 * kGuardBytes, size};
+    *out = Allocation{base, bytes, base + kFarBytes + kGuardBytes, size};
     return true;
 }
 

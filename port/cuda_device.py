@@ -93,27 +93,11 @@ class CudaDevice:
         self.last_kernel = "no kernel"
         self._lost: str | None = None
 
-        device = self._open_gpu(ordinal)
-        self._owned.device = device
-        self.context = self.check(self.driver.cuDevicePrimaryCtxRetain(device), "open the GPU")
-        self._owned.context = self.context
-        self.check(self.driver.cuCtxSetCurrent(self.context), "use the GPU")
-        self._gpu = device
-        self.major = self._attribute("COMPUTE_CAPABILITY_MAJOR")
-        self.minor = self._attribute("COMPUTE_CAPABILITY_MINOR")
-
-        cubin = compile_kernels(kernels, self.major * 10 + self.minor)
-        self._module = self.check(self.driver.cuModuleLoadData(cubin), "load the kernels")
-        self.own(self.driver.cuModuleUnload, self._module)
-
-        self.cublas = _open_cublas()
-        self.handle = self.new_cublas_handle()
-        self.own(self.cublas.destroy, self.handle)
-
-        self._stream = self.driver.CUstream(0)  # the default stream, as upstream
-        self._launch = self.driver.cuLaunchKernel  # bound once: a decode step makes 400 calls
-        self._gemm = self.cublas.gemm_ex
-        self._cublas_error = self.cublas.cuBLASError
+        try:
+            self._open(ordinal)
+        except BaseException:
+            self._release()
+            raise
 
     def __enter__(self) -> CudaDevice:
         return self
@@ -147,6 +131,29 @@ class CudaDevice:
             release(what)
 
     # --- opening --------------------------------------------------------------------------------
+
+    def _open(self, ordinal: int) -> None:
+        device = self._open_gpu(ordinal)
+        self._owned.device = device
+        self.context = self.check(self.driver.cuDevicePrimaryCtxRetain(device), "open the GPU")
+        self._owned.context = self.context
+        self.check(self.driver.cuCtxSetCurrent(self.context), "use the GPU")
+        self._gpu = device
+        self.major = self._attribute("COMPUTE_CAPABILITY_MAJOR")
+        self.minor = self._attribute("COMPUTE_CAPABILITY_MINOR")
+
+        cubin = compile_kernels(self.kernels, self.major * 10 + self.minor)
+        self._module = self.check(self.driver.cuModuleLoadData(cubin), "load the kernels")
+        self.own(self.driver.cuModuleUnload, self._module)
+
+        self.cublas = _open_cublas()
+        self.handle = self.new_cublas_handle()
+        self.own(self.cublas.destroy, self.handle)
+
+        self._stream = self.driver.CUstream(0)  # the default stream, as upstream
+        self._launch = self.driver.cuLaunchKernel  # bound once: a decode step makes 360 calls
+        self._gemm = self.cublas.gemm_ex
+        self._cublas_error = self.cublas.cuBLASError
 
     def _open_gpu(self, ordinal: int) -> Any:
         count = self.check(self.driver.cuDeviceGetCount(), "count the GPUs")

@@ -2,7 +2,7 @@
 
     device = GraphDevice(CudaDevice(kernels))        # `--graph`; the engine does not notice
 
-A decode step asks the device for some 400 things, and much of its time goes into asking.
+A decode step asks the device for some 360 things, and much of its time goes into asking.
 GraphDevice puts the calls off, LONGEST at most and no further than until somebody needs a result (a
 device-to-host copy or `synchronize`). A sequence of calls that was seen before becomes a CUDA
 graph: a chain of the very same kernels, copies and cuBLAS calls. From then on it is started by a

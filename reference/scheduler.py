@@ -98,7 +98,7 @@ class Tokens(Protocol):
 
 
 class ForcedTokens:
-    """Fixed ids that stand for every argmax: the k-th token chosen for slot s is ids[s][k], wrapping.
+    """Fixed ids that stand for every argmax: slot s's k-th chosen token is ids[s][k], wrapping.
 
     So decode step k feeds slot s the id ids[s][k], as long as no other prompt takes the slot over.
     """

@@ -86,9 +86,7 @@ class Attention(Recipe):
         b = (p[:, None].abs() @ v.abs())[:, 0] * worst + lost
         away = (s.amax(dim=-1, keepdim=True) - s).abs()
         delta = HEAD / 2 * U * (s.abs() + norm) + 4 * U + U * away
-        walk = (
-            U * length / 2 * (real.abs() + (p.square()[:, None] @ v.square())[:, 0].sqrt())
-        )
+        walk = U * length / 2 * (real.abs() + (p.square()[:, None] @ v.square())[:, 0].sqrt())
         if self.weigh is _soft:
             spread = (p * delta)[..., None] * (v - real[:, None])  # (heads, len, 64)
             rest = 3 * torch.linalg.vector_norm(spread, dim=1)
@@ -117,9 +115,9 @@ Rows = Callable[[Tensor], Tensor | None]  # (len, 512) -> the rows read; None: n
 
 def _reading(recipe: Attention, rows: Rows) -> Attention | None:
     """Keys and values both read through `rows`."""
-    keys = [rows(k) for k in recipe.keys]
-    values = [rows(v) for v in recipe.values]
-    if any(k is None or not len(k) for k in keys):
+    keys = [made for made in map(rows, recipe.keys) if made is not None and len(made)]
+    values = [made for made in map(rows, recipe.values) if made is not None]
+    if len(keys) < len(recipe.keys):
         return None
     return replace(recipe, keys=keys, values=values)
 
@@ -132,27 +130,30 @@ def _longer(rows: Tensor, length: int, evidence: Evidence) -> Tensor | None:
     return torch.cat((rows, more.to(torch.float64)))
 
 
+def _to_length(rows: Tensor, length: int, evidence: Evidence) -> Tensor | None:
+    return rows[:length] if length <= len(rows) else _longer(rows, length, evidence)
+
+
+def _lengthened(by: int, evidence: Evidence) -> Rows:
+    return lambda rows: _to_length(rows, max(0, len(rows) + by), evidence)
+
+
 @hypothesis("length off", axis="length", ops=ATTENTION)
-def _length(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attention | None]]:
+def _length(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attention]]:
     """a length of {}"""
-    for less in (1, 2, PAGE):
-        made = _reading(recipe, lambda rows, less=less: rows[:-less])
+    for by in (-1, -2, -PAGE, 1, PAGE):
+        made = _reading(recipe, _lengthened(by, evidence))
         if made is not None:
-            yield f"{less} too little", made
-    for more in (1, PAGE):
-        made = _reading(recipe, lambda rows, more=more: _longer(rows, len(rows) + more, evidence))
-        if made is not None:
-            yield f"{more} too much (rows never written)", made
+            yield f"{abs(by)} too {'much (rows never written)' if by > 0 else 'little'}", made
     lengths = [len(k) for k in recipe.keys]
     if len(set(lengths)) > 1:
-        other = iter([*lengths[::-1], *lengths[::-1]])
-        made = _reading(recipe, lambda rows: _cut_or_longer(rows, next(other), evidence))
-        if made is not None:
-            yield "the other row's sequence", made
-
-
-def _cut_or_longer(rows: Tensor, length: int, evidence: Evidence) -> Tensor | None:
-    return rows[:length] if length <= len(rows) else _longer(rows, length, evidence)
+        both = [
+            [_to_length(rows, n, evidence) for rows, n in zip(some, lengths[::-1], strict=True)]
+            for some in (recipe.keys, recipe.values)
+        ]
+        keys, values = ([rows for rows in some if rows is not None] for some in both)
+        if len(keys) == len(lengths):
+            yield "the other row's sequence", replace(recipe, keys=keys, values=values)
 
 
 @hypothesis("part of the sequence", axis="length", ops=ATTENTION)
@@ -199,7 +200,7 @@ def _other_pages(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, A
         both: list[list[Tensor]] = [[], []]
         for row in range(count):
             for which, own in enumerate((recipe.keys[row], recipe.values[row])):
-                made = _cut_or_longer(pages[row][which], len(own), evidence)
+                made = _to_length(pages[row][which], len(own), evidence)
                 if made is None:
                     return None
                 both[which].append(made)
@@ -262,9 +263,9 @@ def _place(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attenti
     made = _reading(recipe, first)
     if made is not None:
         yield "each page's first row read for all its tokens", made
-    shift: Rows = lambda rows: torch.cat((rows[1:], _longer(rows[:0], 1, evidence)))  # noqa: E731
-    if evidence.context.poison is not None:
-        made = _reading(recipe, shift)
+    poison = _longer(recipe.keys[0][:0], 1, evidence)
+    if poison is not None:
+        made = _reading(recipe, lambda rows: torch.cat((rows[1:], poison)))
         if made is not None:
             yield "each token's next row read in place of its own", made
 
@@ -282,8 +283,11 @@ def _stride(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attent
         token, column = torch.arange(PAGE)[:, None], torch.arange(rows.shape[1])
         return pages[:, token * stride + column].flatten(0, 1)[: len(rows)]
 
+    def reading(stride: int) -> Rows:
+        return lambda rows: read(rows, stride)
+
     for stride in (64, 128, 256):
-        made = _reading(recipe, lambda rows, stride=stride: read(rows, stride))
+        made = _reading(recipe, reading(stride))
         if made is not None:
             yield f"{stride}", made
 

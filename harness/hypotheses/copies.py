@@ -202,7 +202,9 @@ def _last_of_equals(logits: Tensor) -> Tensor:
 
 
 def _nan_wins(logits: Tensor) -> Tensor:
-    return torch.where(logits.isnan().any(1), logits.isnan().int().argmax(1), reference.argmax(logits))
+    return torch.where(
+        logits.isnan().any(1), logits.isnan().int().argmax(1), reference.argmax(logits)
+    )
 
 
 CHOICES: Final[dict[str, tuple[str, Callable[[Tensor], Tensor]]]] = {

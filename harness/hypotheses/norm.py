@@ -215,6 +215,10 @@ def _leaves_fused(x: Tensor) -> Tensor:
     return round_to_bf16(a.square() + _squares(b))
 
 
+def _known(total: Tensor) -> Total:
+    return lambda x: total
+
+
 _LOW: Final[dict[str, Total]] = {
     "in a tree over neighbours": lambda x: _tree(_leaves_bf16(x)),
     "in a tree over neighbours, squares in float32": lambda x: _tree(_leaves_stored(x)),
@@ -235,7 +239,7 @@ def _accumulated(recipe: Norm, evidence: Evidence) -> Iterator[tuple[str, Norm]]
         return
     for label, total in _LOW.items():
         made = total(recipe.x)
-        yield label, replace(recipe, total=lambda x, made=made: made)
+        yield label, replace(recipe, total=_known(made))
 
 
 # --- the formula ----------------------------------------------------------------------------------

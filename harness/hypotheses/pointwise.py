@@ -153,7 +153,9 @@ def _up_twice(recipe: Pointwise, evidence: Evidence) -> Pointwise:
 
 def _add(x: Tensor, y: Tensor) -> Some:
     real = x + y
-    return real, torch.zeros_like(real)  # the float32 sum rounds nowhere that matters: bounds._exact
+    return real, torch.zeros_like(
+        real
+    )  # the float32 sum rounds nowhere that matters: bounds._exact
 
 
 def _rounded_once_more(first: Function, add: str) -> Function:
@@ -173,7 +175,10 @@ def _residual(evidence: Evidence) -> Pointwise:
 
 SUMS: Final[dict[str, tuple[str, Function]]] = {
     "block's output missing": ("the block's output not added", lambda x, y: _add(x, 0 * x)),
-    "residual missing": ("the residual stream lost, the block's output alone,", lambda x, y: _add(y, 0 * y)),
+    "residual missing": (
+        "the residual stream lost, the block's output alone,",
+        lambda x, y: _add(y, 0 * y),
+    ),
     "residual added to itself": ("x + x where x + y belongs", lambda x, y: _add(x, x)),
     "output added to itself": ("y + y where x + y belongs", lambda x, y: _add(y, y)),
     "output added twice": (

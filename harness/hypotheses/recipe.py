@@ -83,7 +83,9 @@ class Given(Recipe):
 
 def exactly(real: Tensor, **options: Any) -> Given:
     """A result of which every bit is known."""
-    return Given(real, flat_bound(torch.zeros((), dtype=torch.float64).expand(real.shape)), **options)
+    return Given(
+        real, flat_bound(torch.zeros((), dtype=torch.float64).expand(real.shape)), **options
+    )
 
 
 def within(real: Tensor, b: Tensor) -> Given:

@@ -32,6 +32,11 @@ Narrow = Callable[[Tensor], Tensor]
 Numbers = np.ndarray
 
 
+@cache
+def _scaled_frequencies(head: int) -> Tensor:
+    return llama3_inv_freq(head)
+
+
 @dataclass(frozen=True)
 class Rope(Recipe):
     """One rotation. x (n, width); inv_freq as recorded, or None: `frequencies` of the head's width.
@@ -44,7 +49,7 @@ class Rope(Recipe):
     x: Tensor
     positions: Tensor  # (n,) float64
     inv_freq: Tensor | None
-    frequencies: Frequencies = cache(llama3_inv_freq)
+    frequencies: Frequencies = _scaled_frequencies
     head: int = HEAD
     adjacent: bool = False
     by_head: bool = False
@@ -303,9 +308,7 @@ def _first_row(recipe: Rope, evidence: Evidence) -> Rope | None:
 @hypothesis("row number as position", axis="position", ops=ROPE)
 def _row_number(recipe: Rope, evidence: Evidence) -> Rope:
     """the row's number in the batch where the position belongs"""
-    return replace(
-        recipe, positions=torch.arange(len(recipe.positions), dtype=torch.float64)
-    )
+    return replace(recipe, positions=torch.arange(len(recipe.positions), dtype=torch.float64))
 
 
 @hypothesis("positions of the other rows", axis="position", ops=ROPE)
@@ -393,9 +396,6 @@ def _width(recipe: Rope, evidence: Evidence) -> Iterator[tuple[str, Rope]]:
     for head in dict.fromkeys((32, 128, 512, width)):
         if width % head == 0 and head != HEAD:
             yield str(head), replace(recipe, head=head, inv_freq=None)
-            same = recipe.inv_freq
-            if same is not None:  # the table of heads of 64, and its first pair again after its last
-                repeat = lambda pair, half, of=len(same): pair % of  # noqa: E731
-                yield f"{head} with the angles of heads of 64", replace(
-                    recipe, head=head, index=repeat
-                )
+            if recipe.inv_freq is not None:  # pairs after the 32nd begin again with the first
+                label = f"{head} with the angles of heads of 64"
+                yield label, replace(recipe, head=head, index=lambda pair, half: pair % 32)

@@ -1,4 +1,4 @@
-"""Prefill attention's two batched GEMMs: scores (queries with keys) and attn_v (weights with values).
+"""Prefill attention's two batched GEMMs: scores (queries, keys) and attn_v (weights, values).
 
 What decode attention shares with them, the heads and the scale, is here too.
 """
@@ -46,7 +46,6 @@ SCALES: Final[dict[str, tuple[str, float]]] = {
     "scale of width 128": ("the scale 1/sqrt(128) of another head width", 128**-0.5),
     "scale of width 32": ("the scale 1/sqrt(32) of another head width", 32**-0.5),
 }
-_GIVEN_AXES = {"scores": "scale", "attention": "scale"}
 
 
 def _heads(x: Tensor) -> Tensor:

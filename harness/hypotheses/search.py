@@ -6,7 +6,8 @@ of that size. Fits without a list (fits.py) come where no listed change explains
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,11 @@ _DEPTH = {"q_rope": 3, "k_rope": 3, "mask": 3}  # elsewhere 2: each further chan
 
 @dataclass(frozen=True)
 class Finding:
-    """Changes that explain every element together, and their phrases."""
+    """Changes that explain every element together, and their phrases; or a whole statement."""
 
     names: tuple[str, ...]
     phrases: tuple[str, ...]
+    whole: str | None = None
 
 
 def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
@@ -34,21 +36,32 @@ def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
 
     Raises ValueError for an op without a base recipe (only control flow has none).
     """
-    test = Test(evidence)
-    if not test.failing.numel():
-        return ()
-    found = [Finding((name,), (phrase,)) for name, phrase in fits.plain(test)]
-    found += _search(test, 1)
-    if not found:
-        found = [Finding((name,), (phrase,)) for name, phrase in fits.of_one_number(test)]
-    depth = 2
-    while not found and depth <= _DEPTH.get(evidence.op, 2):
-        found = _search(test, depth)
-        depth += 1
-    if not found:
-        found = [Finding((name,), (phrase,)) for name, phrase in fits.of_many_numbers(test)]
-    unique = dict.fromkeys(found)
-    return tuple(Diagnosis(" + ".join(f.names), _sentence(test, f)) for f in unique)
+    with _one_thread():
+        test = Test(evidence)
+        if not test.failing.numel():
+            return ()
+        found = _fitted(fits.plain(test)) + _search(test, 1)
+        found = found or _fitted(fits.of_one_number(test))
+        for size in range(2, _DEPTH.get(evidence.op, 2) + 1):
+            found = found or _search(test, size)
+        found = found or _fitted(fits.of_many_numbers(test))
+        unique = dict.fromkeys(found)
+        return tuple(Diagnosis(" + ".join(f.names), _sentence(test, f)) for f in unique)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread: most tensors here are so small that waking others costs more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fitted(found: Iterable[fits.Fit]) -> list[Finding]:
+    return [Finding((fit.name,), (fit.says,), fit.whole) for fit in found]
 
 
 def _search(test: Test, size: int) -> list[Finding]:
@@ -79,6 +92,9 @@ def _combinations(
 
 def _sentence(test: Test, finding: Finding) -> str:
     evidence = test.evidence
+    where = f"; upstream {evidence.upstream}" if evidence.upstream else ""
+    if finding.whole is not None:
+        return f"{evidence.phase} {evidence.op}: {finding.whole}{where}"
     what = " with ".join((" and ".join(finding.phrases[:-1]), finding.phrases[-1]))
     what = what.removeprefix(" with ")
     elements = evidence.got.size
@@ -93,5 +109,4 @@ def _sentence(test: Test, finding: Finding) -> str:
         effect = "makes the element possible"
     else:
         effect = f"makes all {elements:,} elements possible"
-    where = f"; upstream {evidence.upstream}" if evidence.upstream else ""
     return f"{evidence.phase} {evidence.op}: {what.rstrip(',')} {effect}{where}"

@@ -239,9 +239,7 @@ def _length(recipe: Softmax, evidence: Evidence) -> Iterator[tuple[str, Softmax]
             continue
         for label, own in ((f"{length}", False), (f"{length}, as written too,", True)):
 
-            def compute(
-                x: Tensor, rows: Tensor, length: int = length, own: bool = own
-            ) -> Some:
+            def compute(x: Tensor, rows: Tensor, length: int = length, own: bool = own) -> Some:
                 part = x[:, :length]
                 top = _top(part)
                 masked = x == -torch.inf
@@ -279,8 +277,6 @@ def _over_queries(recipe: Softmax, evidence: Evidence) -> Recipe:
     b = torch.where(real.isfinite(), made.bound.strict, 0.0)
     real, b = real.transpose(1, 2), b.transpose(1, 2)
     return replace(made, real=real, bound=flat_bound(b.contiguous()))
-
-
 
 
 @hypothesis("other row stride", axis="stride", ops=SOFTMAX, alone=True)

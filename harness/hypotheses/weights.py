@@ -1,4 +1,4 @@
-"""Weights that an op may have read in place of its own: other tensors, other types, other places."""
+"""Weights that an op may have read in place of its own: other tensors, other types."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_help_and_mistakes_import_nothing_heavy(words: list[str]):
     ("words", "expected"),
     [
         (["compere"], "did you mean compare?"),
-        (["xyz"], "the verb must be compare or doctor (got 'xyz'); see python -m harness --help"),
+        (["xyz"], "(got 'xyz'); see python -m harness --help"),
         (["compare", "--sede", "1"], "unrecognized arguments: --sede 1; see python -m harness"),
         (["compare", "--lay", "1"], "unrecognized arguments: --lay 1"),
         (["compare", "--op"], "--op expected one argument; see python -m harness compare --help"),
@@ -255,7 +255,7 @@ def test_prompt_ids_may_be_written_in_several_ways(
         ("--prompt-ids 128256", "a token id must be 0 to 128255 (got 128256)"),
         ("--prompt-ids=-1", "a token id must be 0 to 128255 (got -1)"),
         ("--decode-ids 128256", "--decode-ids: a token id must be 0 to 128255"),
-        ("--prompt-ids 1;2;3", "--prompt-ids must give 1 to 2 prompts, one a slot (got 3)"),
+        ("--prompt-ids 1;2;3 --decode-ids 1;2;3", "one list a slot, at most 2 (got 3)"),
         ("--prompt-ids 1 --decode-ids 1;2", "--decode-ids must give one list a slot, at most 1"),
         ("--steps 2032", "must be at most 2048 tokens together (got 17 + 2032)"),
         ("--prompt-ids @nowhere", "--prompt-ids can not read nowhere: No such file"),
@@ -271,6 +271,12 @@ def test_a_value_that_can_not_be_is_one_line_before_any_work(
 ):
     assert expected in mistake(capsys, "compare", *words.split(" "))
     assert asked == []
+
+
+def test_more_prompts_than_slots_wait_in_the_queue(asked: list[CompareRequest]):
+    main(["compare", "--prompt-ids", "1;2;3", "--decode-ids", "4;5"])
+    assert asked[0].prompt_ids == ((1,), (2,), (3,))
+    assert asked[0].decode_ids == ((4,), (5,))
 
 
 def test_a_prompt_may_have_512_tokens_and_no_more(

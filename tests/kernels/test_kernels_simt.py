@@ -330,7 +330,7 @@ def test_a_launch_after_fork_does_not_hang() -> None:
 def test_an_illegal_access_names_who_and_where(threads: int) -> None:
     bench = bench_of(FAULTS + "void unused() { order<<<1, 1>>>(0); }", threads=threads)
     x = bench.new((1024,), np.float32, "activations")
-    bytes_past = 1 << 21
+    bytes_past = 3 << 19  # beyond the guard, within the zone without access
     with pytest.raises(LaunchError) as caught:
         bench.run("far", 64, 1024, x, 1024 + bytes_past // 4)
     error = caught.value
@@ -362,7 +362,7 @@ def test_an_overrun_of_a_shared_array_is_reported(faults: Bench) -> None:
     x = faults.put(np.ones(16, np.float32))
     faults.run("overrun", 1, 1, x, 8)
     with pytest.raises(
-        LaunchError, match=r"index 8 is outside the array of type 'float \[8\]'"
+        LaunchError, match=r"index 8 is outside the array of type 'float ?\[8\]'"
     ) as e:
         faults.run("overrun", 1, 1, x, 9)
     assert e.value.line == line_of(FAULTS, "box[i] = x[i];")

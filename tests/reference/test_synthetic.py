@@ -54,12 +54,16 @@ def test_every_tensor_of_the_model_has_a_spread_and_no_other_has():
         spread("model.layers.0.self_attn.q_proj.bias")
 
 
-def test_values_are_the_formula_in_float32():
-    words = np.random.Philox(key=[3, zlib.crc32(b"any")], counter=[0, 0, 0, 0]).random_raw(256)
+@pytest.mark.parametrize(
+    ("std", "mean"),
+    [(0.3, 1.5), (32768 / np.sqrt(3), 0.5)],  # the second: whole numbers, one in 512 of them a tie
+)
+def test_values_are_the_formula_in_float32(std: float, mean: float):
+    words = np.random.Philox(key=[3, zlib.crc32(b"any")], counter=[0, 0, 0, 0]).random_raw(25_000)
     values = words.astype("<u8").view("<u2").astype(np.float32) - np.float32(32767.5)
-    values = values * np.float32(0.3 * np.sqrt(3) / 32768) + np.float32(1.5)
+    values = values * np.float32(std * np.sqrt(3) / 32768) + np.float32(mean)
     want = torch.from_numpy(values).to(torch.bfloat16)  # one rounding, for these are float32
-    got = torch.from_numpy(synthetic_values(3, "any", 1024, 0.3, 1.5).view(np.int16))
+    got = torch.from_numpy(synthetic_values(3, "any", 100_000, std, mean).view(np.int16))
     assert equal(got.view(torch.bfloat16), want)
 
 
