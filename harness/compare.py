@@ -42,6 +42,7 @@ def compare(request: CompareRequest, progress: Progress) -> Report:
         model=session.model_record(),
         kernels=session.kernels_record(),
         mode=request.mode,
+        repairs=request.repairs,
         results=[row.result for row in selected],
         strays=[stray for row in selected for stray in row.strays],
         tokens=tokens,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 from harness import options, prompt
 from harness.errors import UsageError
 from harness.prompt import Ids
+from harness.repairs import PREFILL_EOS, apply_repairs, parse_repairs
 
 if TYPE_CHECKING:
     from port.observer import Observer
@@ -40,6 +41,8 @@ class GenerateRequest:
     seed: int = 0
     device: str = "auto"
     kernels: Path | None = None
+    repairs: tuple[str, ...] = ()
+    graph: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -88,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where a sequence ends (default {prompt.MAX_SEQ_LEN})",
     )
     options.add_engine(parser)
+    options.add_repair(parser)
+    options.add_graph(parser)
 
 
 def from_args(args: argparse.Namespace) -> GenerateRequest:
@@ -110,6 +115,8 @@ def from_args(args: argparse.Namespace) -> GenerateRequest:
         seed=seed,
         device=args.device,
         kernels=options.kernels_of(args),
+        repairs=parse_repairs(args.repair),
+        graph=args.graph,
     )
 
 
@@ -132,8 +139,8 @@ def generate(request: GenerateRequest, out: TextIO) -> int:
     from reference.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(request.model, seed=request.seed, cache_bytes=0)
-    kernels = lift(request.kernels)
-    device = open_device(request.device, kernels)
+    kernels = apply_repairs(lift(request.kernels), request.repairs)
+    device = open_device(request.device, kernels, request.graph)
     told: set[Incident] = set()
 
     def tell(incident: Incident) -> None:
@@ -150,6 +157,7 @@ def generate(request: GenerateRequest, out: TextIO) -> int:
         max_seq_len=request.max_seq_len,
         observer=_limit(request.max_new_tokens),
         out=out,
+        check_eos_after_prefill=PREFILL_EOS in request.repairs,
     )
     return run_engine(engine)
 

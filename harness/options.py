@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.errors import UsageError
+from harness.repairs import REPAIRS
 from harness.report.output import FORMATS, Output
 from reference.config import Config
 
@@ -47,6 +48,24 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="where the engine runs; host is the CPU (default: cuda if there is a GPU)",
     )
     group.add_argument("--kernels", metavar="FILE", help="another kernels.cu to run")
+
+
+def add_repair(parser: argparse.ArgumentParser) -> None:
+    """--repair, for verbs that can run with repairs."""
+    parser.add_argument(
+        "--repair",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help=f"run with repairs, written a,b: {', '.join(REPAIRS)}",
+    )
+
+
+def add_graph(parser: argparse.ArgumentParser) -> None:
+    """--graph."""
+    parser.add_argument(
+        "--graph", action="store_true", help="let CUDA graphs replay the decode step (GPU only)"
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from typing import Final
 from harness import options, prompt
 from harness.errors import UsageError
 from harness.prompt import Ids
+from harness.repairs import check_repair, parse_repairs
 from harness.report.output import Output
 from harness.taps import CONTROL, OPS, TAPS
 
@@ -55,6 +56,7 @@ class CompareRequest:
     decode_ids: tuple[Ids, ...] | None = None
     prompt: tuple[str, ...] | None = None
     kernels: Path | None = None
+    repairs: tuple[str, ...] = ()
     battery: bool = True
     strict: bool = False
     fail_fast: bool = False
@@ -70,6 +72,8 @@ class CompareRequest:
             )
         if self.op is not None:
             _check_op(self.op, self.phases)
+        for name in self.repairs:
+            check_repair(name)
         self._check_prompts()
 
     def _check_prompts(self) -> None:
@@ -112,6 +116,8 @@ class CompareRequest:
                 words += [f"--{option}-ids", ",".join(map(str, ids))]
         for text in self.prompt or ():
             words += ["--prompt", text]
+        if self.repairs:
+            words += ["--repair", ",".join(self.repairs)]
         flags = {"--no-battery": not self.battery, "--strict": self.strict}
         flags["--fail-fast"] = self.fail_fast
         words += [flag for flag, on in flags.items() if on]
@@ -215,6 +221,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="a prompt as text; needs a --model folder with a tokenizer",
     )
+    options.add_repair(parser)
     options.add_common(parser)
 
 
@@ -236,6 +243,7 @@ def from_args(args: argparse.Namespace) -> CompareRequest:
         decode_ids=args.decode_ids and prompt.parse_ids(args.decode_ids, "--decode-ids"),
         prompt=args.prompt and tuple(args.prompt),
         kernels=options.kernels_of(args),
+        repairs=parse_repairs(args.repair),
         battery=args.battery,
         strict=args.strict,
         fail_fast=args.fail_fast,

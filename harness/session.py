@@ -11,6 +11,7 @@ from harness.memory import Memory, buffer_sizes
 from harness.model_file import Loader, model_file
 from harness.probe import Event
 from harness.progress import Progress
+from harness.repairs import PREFILL_EOS, apply_repairs
 from harness.request import CompareRequest
 from harness.result import Kernels, Model
 from harness.taps import CONTROL, DECODE, EXECUTION_ORDER, LAYERLESS
@@ -32,14 +33,20 @@ class Session:
         self.request, self.progress = request, progress
         self.checkpoint = open_checkpoint(request.model, seed=request.seed)
         self.layers = request.check_layers(self.checkpoint.layers)
-        self.kernels = lift(request.kernels)
+        self.kernels = apply_repairs(lift(request.kernels), request.repairs)
         self.prompts: Sequence[Sequence[int]] = request.prompt_ids or CHAT_PROMPTS[:BATCH_SIZE]
         self.forced = forced_tokens(request.decode_ids, CHAT_PROMPTS, BATCH_SIZE)
         self.steps = request.steps if DECODE in request.phases else 0
         device = open_device(request.device, self.kernels)
         file = model_file(self.checkpoint)
         self.engine = Engine(
-            device, self.kernels, file, prompts=self.prompts, wanted=(), out=io.StringIO()
+            device,
+            self.kernels,
+            file,
+            prompts=self.prompts,
+            wanted=(),
+            out=io.StringIO(),
+            check_eos_after_prefill=PREFILL_EOS in request.repairs,
         )
         self.loader = Loader(self.engine, file, self.checkpoint)
 

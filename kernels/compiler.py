@@ -49,6 +49,10 @@ KERNEL_FLAGS = (
     "-Wframe-larger-than=49152",
 )
 _KEEP = 600  # objects in the cache folder; the oldest go first
+# g++ and clang spell -Werror for this one warning differently, so it is looked for in what they say
+_FRAME = re.compile(
+    r"^(?P<where>[^\n]+?:\d+):(?:\d+:)? warning: (?P<what>[^\n]*frame-larger-than[^\n]*)", re.M
+)
 _ERROR = re.compile(r"^(?P<where>[^\n]+?:\d+):(?:\d+:)? (?:fatal )?error: (?P<what>[^\n]+)", re.M)
 
 
@@ -144,6 +148,14 @@ class Build:
             _, message = self.process.communicate()
             if self.process.returncode:
                 raise _compile_error(message, self.command)
+            frame = _FRAME.search(message)
+            if frame and not frame["where"].partition(":")[0].endswith(
+                ".hpp"
+            ):  # not a plain loop's
+                raise KernelsError(
+                    f"{frame['where']}: {frame['what']}; local arrays this large need a GPU",
+                    message.strip(),
+                )
             made = self.folder / "out.so"
             linked = subprocess.run(
                 [*self.link, str(self.folder / "out.o"), "-o", str(made)],

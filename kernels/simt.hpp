@@ -96,12 +96,14 @@ void thread(void **arguments) {
     run_thread<kernel>(kernel, arguments);
 }
 
+// Only for kernels without barriers and shuffles (SIMT_INLINE: their body ends up in this loop).
 template <auto kernel>
-void block(void **arguments, Index shape) {
-    for (unsigned z = 0; z < shape.z; z++)
-        for (unsigned y = 0; y < shape.y; y++)
-            for (unsigned x = 0; x < shape.x; x++) {
-                threadIdx = uint3{x, y, z};
+void block(void **arguments, Index shape, int backwards) {
+    for (unsigned k = 0; k < shape.z; k++)
+        for (unsigned j = 0; j < shape.y; j++)
+            for (unsigned i = 0; i < shape.x; i++) {
+                threadIdx = backwards ? uint3{shape.x - 1 - i, shape.y - 1 - j, shape.z - 1 - k}
+                                      : uint3{i, j, k};
                 run_thread<kernel>(kernel, arguments);
             }
 }
@@ -109,9 +111,10 @@ void block(void **arguments, Index shape) {
 }  // namespace simt
 
 #define SIMT_VISIBLE extern "C" __attribute__((visibility("default")))
-#define SIMT_KERNEL(name)                                                      \
-    SIMT_VISIBLE const simt::Kernel simt_kernel_##name;                        \
-    const simt::Kernel simt_kernel_##name = {simt::thread<name>, simt::block<name>, simt::views};
+#define SIMT_INLINE inline __attribute__((always_inline))
+#define SIMT_KERNEL(name, thread, block)                \
+    SIMT_VISIBLE const simt::Kernel simt_kernel_##name; \
+    const simt::Kernel simt_kernel_##name = {thread, block, simt::views};
 
 SIMT_VISIBLE void simt_bind(const simt::Api *given) { simt::api = *given; }
 
@@ -225,13 +228,10 @@ inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __threadfence(); }
 inline void __nanosleep(unsigned) {}
 
+// Always on, as nvcc has it by default.
 #undef assert
-#ifdef NDEBUG
-#define assert(condition) ((void)0)
-#else
 #define assert(condition) \
     ((condition) ? (void)0 : simt::fault(__LINE__, "assertion failed: " #condition))
-#endif
 inline void __trap(int line = __builtin_LINE()) { simt::fault(line, "__trap()"); }
 
 // -fsanitize=bounds calls this; the structs are those that g++ and clang emit for it.

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -188,7 +189,7 @@ class Executor:
         self._schedule, self._seed = _parse_schedule(schedule)
         runtime = _start_runtime()
         self._cooperative, self._atomic = _synchronising(file)
-        text = host_text(file)
+        text = host_text(file, self._cooperative)
         headers = tuple(_folder() / name for name in HEADERS)
         try:
             build = compiler.start("kernels", text, headers, compiler.KERNEL_FLAGS)
@@ -410,8 +411,12 @@ def _synchronising(file: KernelsFile) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(cooperative), frozenset(atomic)
 
 
-def host_text(file: KernelsFile) -> str:
-    """`file.device_text` for the CPU: shared variables made thread-local, kernels made callable."""
+def host_text(file: KernelsFile, cooperative: frozenset[str]) -> str:
+    """`file.device_text` for the CPU: shared variables made thread-local, kernels made callable.
+
+    Kernels that are not `cooperative` (no barrier or shuffle) become the body of a loop over the
+    block's threads.
+    """
     text = file.device_text
     tokens = read(str(file.path), text).tokens
     out: list[str] = []
@@ -419,6 +424,9 @@ def host_text(file: KernelsFile) -> str:
     depth = 0
     for i, token in enumerate(tokens):
         depth += {"{": 1, "}": -1}.get(token.text if token.kind == "punct" else "", 0)
+        if token.text == "__global__" and _kernel_at(tokens, i, file) not in cooperative:
+            out += [text[done : token.start], "SIMT_INLINE "]
+            done = token.start
         if token.text != "__shared__":
             continue
         first = i
@@ -436,15 +444,28 @@ def host_text(file: KernelsFile) -> str:
                 f"{file.path}:{line}: a __shared__ variable outside a function; "
                 "declare it inside the kernel"
             )
-        made = _shared_variable(tokens[first : last + 1], text, f"{file.path}:{line}")
+        made = _shared_variable(tokens[first : last + 1], f"{file.path}:{line}")
         out += [text[done:start], made, "\n" * text.count("\n", start, end)]
         done = end
     out.append(text[done:])
-    glue = "".join(f"SIMT_KERNEL({name})\n" for name in file.kernels)
+    glue = "".join(
+        f"SIMT_KERNEL({name}, simt::thread<{name}>, nullptr)\n"
+        if name in cooperative
+        else f"SIMT_KERNEL({name}, nullptr, simt::block<{name}>)\n"
+        for name in file.kernels
+    )
     return "".join(out) + '\n#line 1 "kernel table"\n' + glue
 
 
-def _shared_variable(words: Sequence[Token], text: str, where: str) -> str:
+def _kernel_at(tokens: Sequence[Token], at: int, file: KernelsFile) -> str:
+    """The kernel whose declaration holds the `__global__` at index `at`."""
+    for word, following in itertools.pairwise(tokens[at:]):
+        if following.text == "(" and word.text in file.kernels:
+            return word.text
+    raise KernelsError(f"{file.path}: a __global__ without a function")
+
+
+def _shared_variable(words: Sequence[Token], where: str) -> str:
     """`__shared__ float m[4];` as a thread-local array and its poison; extern ones as a pointer."""
     extern = any(w.text == "extern" for w in words)
     kept = [w for w in words[:-1] if w.text not in ("__shared__", "static", "extern")]
@@ -470,7 +491,9 @@ def _shared_variable(words: Sequence[Token], text: str, where: str) -> str:
             at += 1
         kind = " ".join(base)
         return f"{kind} *const {names[0]} = ({kind} *)simt::dynamic_shared;"
-    spelled = "".join(text[w.start : w.end] + (" " if w.kind == "name" else "") for w in kept)
+    # an alignas in the middle of a declaration is nvcc's own liberty
+    plain = ("__align__" if w.text == "alignas" else w.text for w in kept)
+    spelled = "".join(w + " " if w.isidentifier() else w for w in plain)
     return f"static __thread {spelled};" + "".join(f" SIMT_POISON({name})" for name in names)
 
 

@@ -23,8 +23,8 @@ struct Views {
 };
 
 struct Kernel {
-    void (*thread)(void **arguments);               // run the body for the current thread index
-    void (*block)(void **arguments, Index shape);   // run it for every thread, one after the other
+    void (*thread)(void **arguments);  // run the body for the current thread index, or
+    void (*block)(void **arguments, Index shape, int backwards);  // for all threads, one by one
     void (*views)(Views *views);
 };
 

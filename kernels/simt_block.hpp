@@ -325,16 +325,7 @@ static void fiber_main() {
 
 static void plain_main() {
     Worker *w = running;
-    w->kernel->block(w->arguments, w->shape->block);
-    leave(w);
-}
-
-static void plain_backwards() {
-    Worker *w = running;
-    for (unsigned i = w->threads; i-- > 0;) {
-        *w->views.thread_index = w->fibers[i].index;
-        w->kernel->thread(w->arguments);
-    }
+    w->kernel->block(w->arguments, w->shape->block, w->shape->schedule == 1);
     leave(w);
 }
 
@@ -369,7 +360,7 @@ static void run_block(Worker *w, uint64_t number) {
     if (!shape.cooperative) {
         auto *top = reinterpret_cast<char *>(w->plain_stack + kPlainStackBytes);
         Context plain{};
-        prepare(&plain, top, kPlainStackBytes, shape.schedule == 1 ? plain_backwards : plain_main);
+        prepare(&plain, top, kPlainStackBytes, plain_main);
         w->inside = true;
         switch_to(&w->home, &plain);
         return;

@@ -140,7 +140,7 @@ static void work(Worker *w, Job *job) {
     const size_t page = page_bytes(), shared_room = (kSharedLimit + page) / page * page;
     *w->views.dynamic_shared = w->shared + shared_room - (job->shape->shared_bytes + 15) / 16 * 16;
     const Index shape = job->shape->block;
-    if (job->shape->cooperative || job->shape->schedule == 1)
+    if (job->shape->cooperative)
         for (unsigned i = 0; i < w->threads; i++)
             w->fibers[i].index = Index{i % shape.x, i / shape.x % shape.y, i / shape.x / shape.y};
     const bool backwards = job->shape->schedule == 1 || job->shape->schedule == 3 ||

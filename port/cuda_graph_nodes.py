@@ -16,7 +16,7 @@ from typing import Any
 from kernels.lift import Launch
 from port.cuda_arguments import Arguments
 from port.cuda_device import CUBLAS_STATUS_SUCCESS, CudaDevice, GemmArguments
-from port.device import DeviceError, Pointer
+from port.device import DeviceError, Operation, Pointer
 
 MIB = 2**20
 
@@ -42,6 +42,18 @@ class DriverGraphs:
         # in this order: a new stream puts the handle back on its own workspace
         device.cublas.set_stream(self.handle, int(self.stream))
         device.cublas.set_workspace(self.handle, workspace, size)
+        self._first_gemm()
+
+    def _first_gemm(self) -> None:
+        """A product of poison: what cuBLAS sets up at its first call is not for a capture."""
+        side = 16
+        x = self.device.malloc(3 * 512, "first GEMM of graphs")
+        n = Operation.N
+        call = (n, n, side, side, side, 1.0, x, side, x + 512, side, 0.0, x + 1024, side)
+        if self.device.gemm_with(self.handle, call) != CUBLAS_STATUS_SUCCESS:
+            raise DeviceError("cuBLAS refuses a second handle's first GEMM; drop --graph")
+        self.device.synchronize()
+        self.device.free(x)
 
     def new(self, staging_bytes: int) -> tuple[DriverGraph, int]:
         """An empty graph and page-locked host memory for its uploads."""

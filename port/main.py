@@ -2,13 +2,14 @@
 
 Read it beside upstream: every step carries upstream's line range. What C++ has and Python has not
 is written out: pointers are integers, `+ offset` counts bytes, `int*` buffers are NumPy int32
-arrays on the host side. Four things differ, and nothing else:
+arrays on the host side. Five things differ, and nothing else:
 
 - each op stands in `for _ in op(name, layer):`, so that an observer may look at it (observer.py);
 - a checkpoint with fewer layers than 16 stops the layer loop early (upstream throws at load);
 - weights are copied to the device tensor by tensor, and only those asked for (upstream: one read
   and one copy of the whole file); addresses and bytes are the same;
-- `max_seq_len` can end sequences earlier than MAX_SEQ_LEN; strides keep MAX_SEQ_LEN.
+- `max_seq_len` can end sequences earlier than MAX_SEQ_LEN; strides keep MAX_SEQ_LEN;
+- `check_eos_after_prefill` (repair prefill-eos, off by default) looks at prefill's token too.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ class Engine:
 
     prompts: what is queued, a list of token ids each. max_seq_len: where a sequence ends.
     wanted: names of the tensors to load (None: all). out: where upstream writes to stdout.
+    check_eos_after_prefill: what upstream forgets: an end token of prefill ends the sequence.
     Raises WeightsError where the model file lacks a tensor, DeviceError where memory is short.
     """
 
@@ -201,11 +203,13 @@ class Engine:
         observer: Observer | None = None,
         wanted: Collection[str] | None = None,
         out: TextIO | None = None,
+        check_eos_after_prefill: bool = False,
     ) -> None:
         self.device = device
         self.out = out if out is not None else sys.stdout
         self.observer = observer if observer is not None else Observer()
         self.max_seq_len = max_seq_len
+        self.check_eos_after_prefill = check_eos_after_prefill
         self.calls = HostCalls(kernels, device, self.out)
         malloc = device.malloc
 
@@ -447,6 +451,9 @@ def prefill(e: Engine, slot: int) -> None:
 
     # 552: the whole block table to the device.
     e.upload_block_table()
+    if e.check_eos_after_prefill and token in (END_OF_TEXT_TOKEN_ID, EOT_ID_TOKEN_ID):
+        e.generated_tokens[slot].pop()  # as in decode, an end token is not kept
+        free_slot(e, slot)
     e.observer.prefill_ends(e, slot)
 
 
@@ -497,7 +504,8 @@ def decode_step(e: Engine) -> bool:
     # 738-746
     m = len(active_slots)
     if m == 0:
-        return False
+        # Upstream stops here: its queue is empty then, for what prefill took in stays active.
+        return decode_step(e) if e.prompt_queue else False
 
     # 749-757: lengths count this token, because its K/V is written before attention.
     seq_lens = [e.current_prompt_len[slot] + 1 for slot in active_slots]

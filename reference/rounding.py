@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 _EXPONENT = 0x7FF0_0000_0000_0000  # the exponent field of a float64
-_LEAST = (
-    1023 - 126
-) << 52  # exponent of bfloat16's least normal number, 2^-126: the grid below is even
-_GREATEST = (1023 + 127) << 52  # exponent of bfloat16's greatest numbers
+_LEAST = (1023 - 126) << 52  # 2^-126, bfloat16's least normal number: below it the grid is even
+_GREATEST = (1023 + 127) << 52  # 2^127, the power of its greatest numbers
 _MAGIC = 1.5 * 2.0**45  # 2^e * magic has a float64 step of 2^(e-7), bfloat16's step at 2^e
 _OVERFLOW = 2.0**128
 

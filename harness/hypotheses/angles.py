@@ -101,10 +101,10 @@ def _feasible(before: Tensor, after: Tensor) -> Tensor | None:
         turned = _turn(before, angle)
         slope = torch.stack((-turned[..., 1], turned[..., 0]), dim=-1)
         one, two = (low - turned) / slope, (high - turned) / slope
-        least = torch.minimum(one, two).nan_to_num(-torch.inf).flatten(-1)
-        most = torch.maximum(one, two).nan_to_num(torch.inf).flatten(-1)
-        least = least.unflatten(-1, (-1, 2)).amax(dim=(1, 3))
-        most = most.unflatten(-1, (-1, 2)).amin(dim=(1, 3))
+        least = torch.minimum(one, two).nan_to_num(-torch.inf)
+        most = torch.maximum(one, two).nan_to_num(torch.inf)
+        least = least.amax(dim=(1, 3))  # (n, 32)
+        most = most.amin(dim=(1, 3))
         if bool((most - least < -1e-3).any()):
             return None
         step = (least + most) / 2

@@ -77,12 +77,13 @@ class Attention(Recipe):
         s = (q @ k.transpose(1, 2))[:, 0] * self.scale  # (heads, len)
         weight, total = self.weigh(s)
         p = weight / total  # (heads, len)
-        real = (p[:, None] @ v)[:, 0]  # (heads, 64)
+        real = float32_range((weight[:, None] @ v)[:, 0]) / total  # (heads, 64)
         absolute = (q.abs() @ k.abs().transpose(1, 2))[:, 0] * self.scale
         norm = (q.square() @ k.square().transpose(1, 2))[:, 0].sqrt() * self.scale
         error = 2 * U * HEAD / (1 - 2 * U * HEAD) * absolute + 2 * U * s.abs()
         worst = 2 * error.amax(dim=-1, keepdim=True) + (4 * length + 8) * U  # (heads, 1)
-        lost = TINY * (1 + v.abs().sum(dim=1))
+        # What underflows counts for more where the denominator is small itself.
+        lost = TINY * (1 + v.abs().sum(dim=1)) * (1 / total).clamp(min=1.0).nan_to_num(1.0, 1.0)
         b = (p[:, None].abs() @ v.abs())[:, 0] * worst + lost
         away = (s.amax(dim=-1, keepdim=True) - s).abs()
         delta = HEAD / 2 * U * (s.abs() + norm) + 4 * U + U * away
@@ -191,7 +192,7 @@ def _nowhere(recipe: Attention, evidence: Evidence) -> Attention | None:
     return _reading(recipe, lambda rows: torch.full_like(rows, poison))
 
 
-@hypothesis("other pages", axis="pages", ops=ATTENTION)
+@hypothesis("other pages", axis="pages", ops=ATTENTION, alone=True)
 def _other_pages(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attention]]:
     """the pages of {}"""
     count = len(recipe.keys)
@@ -240,7 +241,7 @@ def _paged(rows: Tensor, order: Order, evidence: Evidence) -> Tensor | None:
     return full.unflatten(0, (count, PAGE))[order(count)].flatten(0, 1)[: len(rows)]
 
 
-@hypothesis("page order", axis="order", ops=ATTENTION)
+@hypothesis("page order", axis="order", ops=ATTENTION, alone=True)
 def _page_order(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attention]]:
     """pages read in another order than they were written, {}"""
     for label, order in ORDERS.items():
@@ -256,7 +257,7 @@ def _page_order(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, At
         yield f"{label} (keys only)", replace(recipe, keys=keys)
 
 
-@hypothesis("place within the page", axis="order", ops=ATTENTION)
+@hypothesis("place within the page", axis="order", ops=ATTENTION, alone=True)
 def _place(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attention]]:
     """{}"""
     first: Rows = lambda rows: rows[torch.arange(len(rows)) // PAGE * PAGE]  # noqa: E731
@@ -270,7 +271,7 @@ def _place(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attenti
             yield "each token's next row read in place of its own", made
 
 
-@hypothesis("row stride", axis="order", ops=ATTENTION)
+@hypothesis("row stride", axis="order", ops=ATTENTION, alone=True)
 def _stride(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attention]]:
     """rows of a page {} elements apart where they are 512"""
 
@@ -325,7 +326,7 @@ def _unrotated(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Att
         yield "the newest keys", replace(recipe, keys=keys)
 
 
-@hypothesis("first row's query", axis="query", ops=ATTENTION)
+@hypothesis("first row's query", axis="query", ops=ATTENTION, alone=True)
 def _first_query(recipe: Attention, evidence: Evidence) -> Iterator[tuple[str, Attention]]:
     """{} query for every row"""
     if len(recipe.q) > 1:

@@ -145,13 +145,6 @@ def _other_slot(recipe: Given, evidence: Evidence) -> Iterator[tuple[str, Given]
         yield "the other slot", exactly(recipe.real.flip(1))
 
 
-@hypothesis("unrotated keys", axis="keys", ops=("kv_write",))
-def _unrotated(recipe: Given, evidence: Evidence) -> Given | None:
-    """keys written before RoPE"""
-    k = evidence.context.taps.get("k_proj")
-    return None if k is None else exactly(torch.stack((k, recipe.real[1])))
-
-
 @hypothesis("values rotated", axis="values", ops=("kv_write",))
 def _rotated(recipe: Given, evidence: Evidence) -> Given | None:
     """values rotated like keys"""

@@ -1,8 +1,9 @@
 """Fits: explanations that need no list, because they are measured from the result itself.
 
-`plain` have no free number: nothing written, part of it written, another tap's result, rows, heads
-or pages in other places. `of_one_number` measure one for all of the result, `of_many_numbers` one
-a row, channel, head or frequency, and come last: so much freedom explains what it does not know.
+`plain` have no freedom: nothing written, part of it written, another tap's result.
+`of_one_number` find rows, heads or pages in other places, or one number for all of the result,
+where no listed change explains; `of_many_numbers` measure one a row, channel, head or frequency and
+come last: so much freedom explains what it does not know.
 A measured number is one that makes every element possible, never a mere best fit.
 To add one: a generator of `Fit` here, and its place in one of the three lists.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -39,22 +41,20 @@ def plain(test: Test) -> Iterator[Fit]:
         return
     yield from _partly_written(test)
     yield from _equals(test)
-    yield from _moved(test)
 
 
 def of_one_number(test: Test) -> Iterator[Fit]:
-    """Fits of one number for the whole result."""
+    """Fits of other places, or of one number for the whole result."""
     if not test.integral:
+        yield from _moved(test)
         yield from _one_ratio(test)
         yield from _one_eps(test)
 
 
 def of_many_numbers(test: Test) -> Iterator[Fit]:
-    """Fits of a number a row, channel, head or frequency."""
+    """The first that explains of the fits of a number a row, channel, head or frequency."""
     if not test.integral:
-        yield from _many_ratios(test)
-        yield from positions(test)
-        yield from angles(test)
+        yield from islice(chain(_many_ratios(test), positions(test), angles(test)), 1)
 
 
 # --- what was written -----------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _moved(test: Test) -> Iterator[Fit]:
     views: list[tuple[str, Tensor]] = []  # what moves, and the flat indices as (things, elements)
     if len(shape) == 2:
         views.append(("row", index))
-        if test.evidence.op in _HEADED:
+        if test.evidence.op in _HEADED and shape[1] % HEAD == 0:
             views.append(("head", index.unflatten(1, (-1, HEAD)).transpose(0, 1).flatten(1)))
     elif shape[0] == 2:
         views.append(("row", index.transpose(0, 1).flatten(1)))  # kv_write: keys and values
@@ -339,7 +339,7 @@ def _many_ratios(test: Test) -> Iterator[Fit]:
     groups: list[tuple[str, Tensor, int]] = []
     if len(shape) == 3:
         groups.append(("head", index // (shape[1] * width), shape[0]))
-    elif test.evidence.op in _HEADED:
+    elif test.evidence.op in _HEADED and width % HEAD == 0:
         groups.append(("head", index % width // HEAD, width // HEAD))
     groups += [("row", index // width, rows), ("channel", index % width, width)]
     for what, group, count in groups:

@@ -83,7 +83,6 @@ for _name, _eps in (
     ("eps 1e-6", 1e-6),
     ("no eps", 0.0),
     ("eps 1e-8", 1e-8),
-    ("eps 1e-12", 1e-12),
     ("eps 1e-4", 1e-4),
     ("eps 1e-3", 1e-3),
 ):

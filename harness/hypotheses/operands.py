@@ -25,6 +25,7 @@ _NAMED: Final = {
     ("attn_v", "v", "k_proj"): ("unrotated keys read as values", "unrotated keys for values"),
     ("attn_v", "probs", "scores"): ("scores read as probabilities", "raw scores for weights"),
     ("attn_v", "probs", "mask"): ("masked scores read as probabilities", "scores for weights"),
+    ("kv_write", "k", "k_proj"): ("unrotated keys", "keys written before RoPE"),
     ("softmax", "scores", "scores"): ("scores before the mask", "scores read before the mask"),
     ("attention", "q", "q_proj"): ("unrotated queries", "queries as they were before RoPE"),
 }

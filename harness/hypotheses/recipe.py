@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from harness.bounds import Bound, bound_of
 from harness.hypotheses.evidence import Evidence
-from harness.verdict import judge
+from harness.verdict import POISON, judge
 from reference.rounding import from_bits, round_to_bf16
 
 Store = Callable[[Tensor], Tensor]  # float64 to float64 on the bf16 grid, monotonic
@@ -205,13 +206,18 @@ class Test:
         value = self.value[flat]
         if self.integral:
             return bool((real == value).all())
-        ok = possible(value, real, b, recipe.store)
+        ok = possible(value, real, b, recipe.store) & ~self.untouched[flat]
         if recipe.unwritten is not None:
             hole = recipe.unwritten.reshape(-1)[flat]
             ok = torch.where(hole, self.kept[flat], ok)
         return bool(ok.all())
 
-    @property
+    @cached_property
+    def untouched(self) -> Tensor:
+        """Which elements (flat) hold poison that nobody wrote: a stored NaN has other bits."""
+        return self.kept & torch.from_numpy((self.got == POISON).reshape(-1))
+
+    @cached_property
     def kept(self) -> Tensor:
         """Which elements (flat) hold the very bits that were there before."""
         before = self.evidence.before
@@ -224,9 +230,11 @@ class Test:
         real, bound = recipe.whole()
         if self.integral:
             return bool((real.reshape(-1) == self.value).all())
+        if recipe.unwritten is None and bool(self.untouched.any()):
+            return False
         if recipe.unwritten is not None:
             hole = recipe.unwritten.reshape(-1)
-            if not self.kept[hole].all():
+            if bool((self.untouched & ~hole).any()) or not self.kept[hole].all():
                 return False
             real, bound = _with_hole(real, bound, hole, self.value)
         if recipe.store is round_to_bf16:

@@ -20,6 +20,9 @@ from harness.hypotheses.registry import Hypothesis, base_recipe, hypotheses_of
 from harness.result import Diagnosis
 
 _DEPTH = {"q_rope": 3, "k_rope": 3, "mask": 3}  # elsewhere 2: each further change is dearer
+_DEEP = frozenset(  # axes of which three may be wrong together
+    ("pairing", "frequencies", "position", "rotation", "hidden", "row", "address")
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ def _search(test: Test, size: int) -> list[Finding]:
     known = hypotheses_of(test.evidence.op)
     if size > 1:
         known = tuple(each for each in known if not each.alone)
+    if size > 2:
+        known = tuple(each for each in known if each.axis in _DEEP)
     return [
         Finding(names, phrases)
         for names, phrases, made in _combinations(recipe, test.evidence, known, size)

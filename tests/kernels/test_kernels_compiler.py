@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -42,11 +43,16 @@ def test_a_compile_error_names_the_users_line_and_keeps_the_message(tmp_path: Pa
 
 def test_a_frame_too_large_for_a_fiber_is_a_compile_error() -> None:
     text = (
-        "__global__ void k(int *x) { volatile int big[20000]; big[x[0]] = 1; x[1] = big[x[2]]; }\n"
-        "void go(int *x) { k<<<1, 4>>>(x); }\n"
+        "__global__ void k(int *x) { volatile int big[20000]; big[x[0]] = 1; __syncthreads();\n"
+        "x[1] = big[x[0]]; }\nvoid go(int *x) { k<<<1, 1>>>(x); }\n"
     )
-    with pytest.raises(KernelsError, match=r"user\.cu:1: .*frame"):
+    with pytest.raises(KernelsError, match=r"user\.cu:[12]: .*frame"):
         Executor(lift_text(text, Path("user.cu")))
+    # without a barrier the threads share one large stack
+    bench = Bench(Executor(lift_text(text.replace("__syncthreads();", ""), Path("user.cu"))))
+    x = bench.put(np.array([19999, 0], np.int32))
+    bench.call("go", x)
+    assert bench.get(x, (2,), np.int32).tolist() == [19999, 1]
 
 
 def test_a_shared_variable_outside_a_function_is_refused() -> None:
@@ -81,8 +87,8 @@ def test_cxx_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cxx_may_hold_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plain = compiler.find_compiler()
-    monkeypatch.setenv("CXX", f"{plain.command[0]} -DFOUR=4 '-DFIVE=2 + 3'")
+    plain = shlex.join(compiler.find_compiler().command)
+    monkeypatch.setenv("CXX", f"{plain} -DFOUR=4 '-DFIVE=2 + 3'")
     monkeypatch.setenv("TINY_VLLM_DIFF_CACHE", str(tmp_path))
     text = SMALL.replace("= threadIdx.x", "= FOUR + FIVE")
     bench = Bench(Executor(lift_text(text, Path("user.cu"))))
@@ -124,7 +130,7 @@ def test_an_object_is_made_once_and_again_when_anything_changes(
     made = first.path.stat().st_ino
     assert Executor(lift_text(SMALL, Path("user.cu"))).path.stat().st_ino == made
     assert Executor(lift_text(SMALL + "\n", Path("user.cu"))).path != first.path
-    plain = compiler.find_compiler().command[0]
+    plain = shlex.join(compiler.find_compiler().command)
     monkeypatch.setenv("CXX", f"{plain} -O1")
     assert Executor(lift_text(SMALL, Path("user.cu"))).path != first.path
     assert all(p.suffix == ".so" for p in (tmp_path / "cache").iterdir())

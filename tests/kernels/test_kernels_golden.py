@@ -198,7 +198,7 @@ def _share_wrong(got: np.ndarray, real: np.ndarray) -> float:
     return float((got != want).mean())
 
 
-@pytest.mark.parametrize(("n", "allowed"), [(4, 0.0), (31, 0.0), (128, 2e-5), (512, 2e-4)])
+@pytest.mark.parametrize(("n", "allowed"), [(4, 0.0), (31, 0.0), (128, 2e-5), (512, 2e-5)])
 def test_softmax_digest_or_nearly(bench: Bench, n: int, allowed: float) -> None:
     inputs = recipe(f"golden/scores/{n}", (32, n, n), 2.0)
     scores = bench.put(inputs)
@@ -237,7 +237,7 @@ def test_silu_digest_or_nearly(bench: Bench) -> None:
     got = bench.get(gate, (512, 8192))
     if not _same("silu", got):
         a, b = (to_float(v).reshape(512, 8192).astype(np.float64) for v in (inputs, up))
-        assert _share_wrong(got, a / (1 + np.exp(-a)) * b) <= 1e-4
+        assert _share_wrong(got, a / (1 + np.exp(-a)) * b) <= 2e-5
 
 
 @pytest.mark.parametrize(("what", "dim"), [("q", 2048), ("k", 512)])
@@ -259,10 +259,10 @@ def test_rope_decode_digest_or_nearly(bench: Bench, what: str, dim: int) -> None
     wide = to_float(inputs).reshape(2048, dim // 2, 2).astype(np.float64)
     x1, x2 = wide[..., 0], wide[..., 1]
     real = np.stack([x1 * c - x2 * s, x1 * s + x2 * c], axis=2).reshape(2048, dim)
-    assert _share_wrong(got, real) <= 1e-4
+    assert _share_wrong(got, real) <= 2e-5
 
 
-@pytest.mark.parametrize(("lengths", "allowed"), [((1, 2), 0), ((16, 17), 2), ((500, 33), 4)])
+@pytest.mark.parametrize(("lengths", "allowed"), [((1, 2), 0), ((16, 17), 2), ((500, 33), 2)])
 def test_paged_attention_digest_or_nearly(
     bench: Bench, lengths: tuple[int, int], allowed: int
 ) -> None:

@@ -12,6 +12,7 @@ from kernels_helpers import Bench, bench_of, paged_attention_inputs, recipe
 
 from kernels.errors import KernelsError
 from kernels.lift import Launch, lift
+from kernels.measure import switch_nanoseconds
 from kernels.simt import Executor, GuardDamage, LaunchError, first_difference
 
 SYNC = """
@@ -277,6 +278,52 @@ def test_blocks_and_threads_know_where_they_are(faults: Bench) -> None:
     assert (faults.get(out, (32,), np.int32) == 4).all()
 
 
+STYLES = """
+#define SYNC() __syncthreads()
+#define WIDTH 16
+constexpr int kRows = 2;
+struct Pair { float a, b; };
+__constant__ float weights[3] = {1.0f, 2.0f, 3.0f};
+template <int N> __device__ float total(const float *x) {
+    __shared__ float part[N];
+    part[threadIdx.x] = x[threadIdx.x];
+    SYNC();
+    float sum = 0;
+    #pragma unroll
+    for (int i = 0; i < N; i++) sum += part[i];
+    return sum;
+}
+extern "C" __global__ void __launch_bounds__(WIDTH)
+styles(float *out, const float *__restrict__ x) {
+#if WIDTH == 16
+    volatile __shared__ float box[kRows][WIDTH], other
+        [WIDTH];
+#else
+    this is not C++ {
+#endif
+    __shared__ alignas(16) Pair pairs[WIDTH];
+    extern __shared__ float2 dynamic[];
+    const int t = threadIdx.x;
+    box[1][t] = x[t]; other[t] = 1.0f;
+    pairs[t] = Pair{x[t], weights[t % 3]};
+    dynamic[t] = make_float2(x[t], -1.0f);
+    SYNC();
+    out[t] = box[1][WIDTH - 1 - t] + other[t] + pairs[0].b + dynamic[(t + 1) % WIDTH].y;
+    out[WIDTH + t] = total<WIDTH>(x);
+}
+"""
+
+
+def test_styles_of_writing_kernels() -> None:
+    bench = bench_of(STYLES + "void go(float *o, float *x) { styles<<<1, 16, 128>>>(o, x); }")
+    x = np.arange(16, dtype=np.float32)
+    out = bench.new((2, 16), np.float32)
+    bench.call("go", out, bench.put(x))
+    got = bench.get(out, (2, 16), np.float32)
+    assert np.array_equal(got[0], 15 - x + 1)
+    assert (got[1] == 120).all()
+
+
 def test_atomics_add_up(faults: Bench) -> None:
     counter = faults.put(np.zeros(2, np.int32))
     total = faults.put(np.zeros(1, np.float32))
@@ -455,6 +502,10 @@ def test_writes_inside_leave_the_guards_alone(faults: Bench) -> None:
     faults.run("near", 1, 1, x, 249)
     faults.run("near", 1, 1, x, 0)
     assert faults.executor.damaged_guards(full=True) == []
+
+
+def test_measuring_the_executor() -> None:
+    assert 0.5 < switch_nanoseconds(turns=30) < 5000
 
 
 def test_first_difference() -> None:

@@ -315,6 +315,18 @@ def test_gemms_that_cublas_or_memory_would_not_have_are_incidents(
     assert cublas.calls == []
 
 
+def test_a_gemm_on_freed_memory_is_an_incident(
+    device: CudaDevice, cublas: FakeCublas, incidents: list[Incident]
+) -> None:
+    x = device.malloc(4096)
+    call = (T, N, 8, 2, 16, 1.0, x, 16, x, 16, 0.0, x, 8)
+    assert device.gemm_ex(*call) == 0
+    device.free(x)
+    assert device.gemm_ex(*call) == 7
+    assert [incident.kind for incident in incidents] == ["gemm"]
+    assert len(cublas.calls) == 1
+
+
 def test_an_answer_of_not_supported_is_an_incident_and_other_failures_stop(
     device: CudaDevice, cublas: FakeCublas, incidents: list[Incident]
 ) -> None:
@@ -335,7 +347,7 @@ def _turn(device: GraphDevice, x: int, position: int) -> None:
     device.memcpy(x, np.array([position], np.int32), 4, H2D)
     for row in range(4):
         device.launch(Launch("ropeKernelDecode", (1, 1, 1), (8, 1, 1), (x + row, position, 16)))
-        device.memcpy(x + 512 + position, x + row, 16, D2D)
+        device.memcpy(x + 512 + position, x + 16 * position + row, 16, D2D)
     device.gemm_ex(T, N, 8, 2, 16, 1.0, x, 16, x, 16, 0.0, x, 8)
     device.synchronize()
 
@@ -374,7 +386,8 @@ def test_a_graph_is_a_chain_of_the_calls_and_is_changed_in_place(
     ]
     pointers = (ctypes.c_void_p * 3).from_address(params.kernelParams)
     assert ctypes.c_int.from_address(pointers[1] or 0).value == 2
-    assert int(driver.log[start + 1][3].dstDevice) == x + 514
+    changed = driver.log[start + 1][3]
+    assert (int(changed.dstDevice), int(changed.srcDevice)) == (x + 514, x + 32)
     assert graphs.replays == 2
 
 
