@@ -22,12 +22,18 @@ from harness.request import CompareRequest
 from harness.result import Report, Result, Tokens
 from harness.session import Session
 from harness.taps import CONTROL, EXECUTION_ORDER, PREFILL
+from reference.checkpoint import Checkpoint
 
 
-def compare(request: CompareRequest, progress: Progress) -> Report:
-    """Carry out the request. Raises the classes of harness.errors for a user's mistake."""
+def compare(
+    request: CompareRequest, progress: Progress, checkpoint: Checkpoint | None = None
+) -> Report:
+    """Carry out the request. Raises the classes of harness.errors for a user's mistake.
+
+    checkpoint: an open one, instead of the request's model and seed.
+    """
     started = time.perf_counter()
-    session = Session(request, progress)
+    session = Session(request, progress, checkpoint)
     tokens: Tokens | None = None
     rows: list[Row]
     if request.mode == "isolated":

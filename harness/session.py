@@ -17,7 +17,7 @@ from harness.result import Kernels, Model
 from harness.taps import CONTROL, DECODE, EXECUTION_ORDER, LAYERLESS
 from kernels.lift import lift
 from port.main import BATCH_SIZE, CHAT_PROMPTS, NUM_BLOCKS, Engine, EngineAbort, run
-from reference.checkpoint import open_checkpoint
+from reference.checkpoint import Checkpoint, open_checkpoint
 from reference.config import EMBED, FINAL_NORM
 
 _LOGITS = "embed_proj"  # 131 MB: poisoned and watched only where the logits run
@@ -29,9 +29,14 @@ class Session:
     Raises the classes of harness.errors for what the request asks and this machine has not.
     """
 
-    def __init__(self, request: CompareRequest, progress: Progress) -> None:
+    def __init__(
+        self,
+        request: CompareRequest,
+        progress: Progress,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
         self.request, self.progress = request, progress
-        self.checkpoint = open_checkpoint(request.model, seed=request.seed)
+        self.checkpoint = checkpoint or open_checkpoint(request.model, seed=request.seed)
         self.layers = request.check_layers(self.checkpoint.layers)
         self.kernels = apply_repairs(lift(request.kernels), request.repairs)
         self.prompts: Sequence[Sequence[int]] = request.prompt_ids or CHAT_PROMPTS[:BATCH_SIZE]

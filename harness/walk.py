@@ -145,7 +145,7 @@ class FreeWalk:
             at = -1 if last_only else row
             prompt = self._prompt_of[slot]
             self.tokens[prompt].append(int(tokens[row]))
-            self.logits[prompt].append((ideal[at], exact[at]))
+            self.logits[prompt].append((ideal[at].clone(), exact[at].clone()))
             emitted.append(Emitted(slot, int(tokens[row]), float(ideal[at][tokens[row]])))
         return emitted
 

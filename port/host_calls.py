@@ -30,6 +30,12 @@ class HostCalls:
         self._globals: dict[str, int] = {}
         self._known: dict[tuple[str, tuple[int | float, ...]], Launch | Refusal] = {}
 
+    def with_kernels(self, kernels: KernelsFile, device: Device) -> HostCalls:
+        """The same calls and tables, launching the kernels of another file on `device`."""
+        other = HostCalls(kernels, device, self._out)
+        other._globals = self._globals
+        return other
+
     def _call(self, name: str, *values: int | float) -> None:
         # Taking a call apart takes longer than the launch; a decode loop makes the same ones again.
         launch = self._known.get((name, values))

@@ -52,7 +52,7 @@ class Attention(Recipe):
         for row in (flat // width).unique().tolist():
             here = flat // width == row
             heads, where = (flat[here] % width // HEAD).unique(return_inverse=True)
-            made, allowed, _ = self._row(row, heads)  # (heads, 64) each
+            made, allowed, _ = self._row(row, heads, strict=True)  # (heads, 64) each
             real[here] = made[where, flat[here] % HEAD]
             b[here] = allowed[where, flat[here] % HEAD]
         return real, b
@@ -64,8 +64,8 @@ class Attention(Recipe):
         real = real.flatten(1)
         return real, Bound(tuple(real.shape), lambda at: (b[at], d[at]))
 
-    def _row(self, row: int, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The real result of some heads of one row, b and d, (heads, 64) each.
+    def _row(self, row: int, heads: Tensor, strict: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The real result of some heads of one row, b and d (if strict, b again), (heads, 64) each.
 
         As bounds._attention, whose sums of p|v| become sums of weights over the denominator; where
         that is not the weights' own sum, its error counts for the whole of |r|.
@@ -85,17 +85,19 @@ class Attention(Recipe):
         # What underflows counts for more where the denominator is small itself.
         lost = TINY * (1 + v.abs().sum(dim=1)) * (1 / total).clamp(min=1.0).nan_to_num(1.0, 1.0)
         b = (p[:, None].abs() @ v.abs())[:, 0] * worst + lost
+        if self.weigh is not _soft:
+            b = b + real.abs() * worst
+        if strict:
+            return real, b, b
         away = (s.amax(dim=-1, keepdim=True) - s).abs()
         delta = HEAD / 2 * U * (s.abs() + norm) + 4 * U + U * away
-        walk = U * length / 2 * (real.abs() + (p.square()[:, None] @ v.square())[:, 0].sqrt())
-        if self.weigh is _soft:
-            spread = (p * delta)[..., None] * (v - real[:, None])  # (heads, len, 64)
-            rest = 3 * torch.linalg.vector_norm(spread, dim=1)
-        else:
-            spread = (p * delta)[..., None] * v
-            rest = 3 * torch.linalg.vector_norm(spread, dim=1)
+        moved = (p * delta).square()[:, None]  # (heads, 1, len)
+        around = 2 * real[:, None] * (moved @ v) - real.square()[:, None] * moved.sum(-1, True)
+        spread = (moved @ v.square() - (around if self.weigh is _soft else 0.0))[:, 0]
+        rest = 3 * spread.clamp(min=0).sqrt()
+        if self.weigh is not _soft:
             rest = rest + 3 * real.abs() * delta.amax(dim=-1, keepdim=True)
-            b = b + real.abs() * worst
+        walk = U * length / 2 * (real.abs() + (p.square()[:, None] @ v.square())[:, 0].sqrt())
         return real, b, walk + rest + 2 * U * real.abs() + lost
 
     def _of(self, rows: Tensor, heads: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ from reference.rounding import bf16_bits, round_to_bf16
 _PAGE: Final = 16
 _PROBED: Final = 64  # columns by which rows are recognised
 _HEADED: Final = ("q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "attn_v", "attention")
+_LOOKED_AT: Final = 4096  # elements that are looked at before all of them
+_SLACK: Final = 1e-3  # by which likely ratios may miss each other, and possible ones still meet
 _MEASURED: Final = 8  # elements that a measured number must explain at least
 
 
@@ -270,7 +272,20 @@ class _Ratios:
 
 def _ratios(test: Test, group: Tensor, count: int) -> _Ratios | None:
     """group: number of each flat element's group. None where no ratio can explain."""
-    real, value = test.real.reshape(-1), test.value
+    everything = torch.arange(test.real.numel())
+    if (
+        everything.numel() > _LOOKED_AT
+    ):  # some elements of few groups tell mostly that there is none
+        few = everything[group < max(1, count // 64)]
+        few = few[torch.from_numpy(np.random.default_rng(0).permutation(len(few))[:_LOOKED_AT])]
+        if _ratios_at(test, torch.cat((few, test.sample)), group, count) is None:
+            return None
+    return _ratios_at(test, everything, group, count)
+
+
+def _ratios_at(test: Test, flat: Tensor, group: Tensor, count: int) -> _Ratios | None:
+    """As _ratios, of the elements `flat`."""
+    real, value, group = test.real.reshape(-1)[flat], test.value[flat], group[flat]
     used = (real != 0) & real.isfinite()
     if not bool(value[used].isfinite().all()) or not bool((value[~used] == real[~used]).all()):
         return None
@@ -280,7 +295,7 @@ def _ratios(test: Test, group: Tensor, count: int) -> _Ratios | None:
     weight.index_add_(0, g, v * r).div_(
         torch.zeros(count, dtype=torch.float64).index_add_(0, g, r * r)
     )
-    _, d = test.bound.at(torch.nonzero(used).squeeze(1))
+    _, d = test.bound.at(flat[used])
     off = d * weight.abs().nan_to_num(1.0)[g]
     one, two = (low - off) / r, (high + off) / r
     one, two = torch.where(r < 0, (high + off) / r, one), torch.where(r < 0, (low - off) / r, two)
@@ -289,6 +304,8 @@ def _ratios(test: Test, group: Tensor, count: int) -> _Ratios | None:
     least.scatter_reduce_(0, g, one, "amax")
     most.scatter_reduce_(0, g, two, "amin")
     least, most = torch.where(least.isinf(), 1.0, least), torch.where(most.isinf(), 1.0, most)
+    if bool((least - most > _SLACK * (least.abs() + most.abs())).any()):
+        return None
     return _Ratios(least, most)
 
 

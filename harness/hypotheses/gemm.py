@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.bounds import TINY, Bound, U, bound_of
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Given, Recipe, Some, exactly, moved, scaled
+from harness.hypotheses.recipe import Added, Elsewhere, Recipe, Some, exactly
 from harness.hypotheses.registry import base, hypothesis
 from harness.hypotheses.weights import read_as_bf16, same_shape
 from reference import ops as reference
@@ -155,10 +155,7 @@ def _beta(recipe: Linear, evidence: Evidence) -> Recipe | None:
     """beta 1, the product added to what the buffer held before,"""
     if evidence.before is None:
         return None
-    held = from_bits(evidence.before)
-    real, bound = recipe.whole()
-    one = torch.ones((), dtype=torch.float64)
-    return Given(real + held, scaled(bound, one, U * (real.abs() + held.abs())))
+    return Added(recipe, from_bits(evidence.before))
 
 
 @hypothesis("part of the sum", axis="terms", ops=GEMMS)
@@ -216,7 +213,6 @@ def _result_stride(recipe: Linear, evidence: Evidence) -> Iterator[tuple[str, Re
     strides = [s for s in (512, 2048, 8192, 128256) if s > out]
     if not strides:
         return
-    real, bound = recipe.whole()
     flat = torch.arange(rows * out)
     for stride in strides:
         row, column = flat // stride, flat % stride
@@ -224,5 +220,5 @@ def _result_stride(recipe: Linear, evidence: Evidence) -> Iterator[tuple[str, Re
         source = torch.where(column < out, row * out + column, 0).reshape(rows, out)
         yield (
             f"{stride:,}",
-            Given(real.reshape(-1)[source], moved(bound, source), unwritten=hole),
+            Elsewhere(recipe, source, unwritten=hole),
         )

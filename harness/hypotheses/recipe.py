@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.bounds import Bound, bound_of
+from harness.bounds import Bound, U, bound_of
 from harness.hypotheses.evidence import Evidence
 from harness.verdict import POISON, judge
 from reference.rounding import from_bits, round_to_bf16
@@ -27,7 +27,7 @@ Store = Callable[[Tensor], Tensor]  # float64 to float64 on the bf16 grid, monot
 Some = tuple[Tensor, Tensor]  # of the asked elements: the real result, and b
 
 _ANCHORS: Final = 12  # places where a sample looks, 8 of them where the right op fails
-_FIRST: Final = 12  # elements tried before the sample
+_FIRST: Final = 6  # places tried before the sample, half of them failing
 _SPREAD: Final = 6  # elements near each
 _SEGMENT: Final = 64  # how near: within a head
 _ASKED: Final = 4096  # elements whose allowance is asked for, to find failing ones
@@ -80,6 +80,39 @@ class Given(Recipe):
 
     def whole(self) -> tuple[Tensor, Bound]:
         return self.real, self.bound
+
+
+@dataclass(frozen=True)
+class Elsewhere(Recipe):
+    """Another recipe's elements in other places. source: flat index there of each element here."""
+
+    inner: Recipe
+    source: Tensor
+
+    def some(self, flat: Tensor) -> Some:
+        return self.inner.some(self.source.reshape(-1)[flat])
+
+    def whole(self) -> tuple[Tensor, Bound]:
+        real, bound = self.inner.whole()
+        return real.reshape(-1)[self.source], moved(bound, self.source)
+
+
+@dataclass(frozen=True)
+class Added(Recipe):
+    """Another recipe's result, added in float32 to what the buffer held."""
+
+    inner: Recipe
+    held: Tensor
+
+    def some(self, flat: Tensor) -> Some:
+        real, b = self.inner.some(flat)
+        held = self.held.reshape(-1)[flat]
+        return real + held, b + U * (real.abs() + held.abs())
+
+    def whole(self) -> tuple[Tensor, Bound]:
+        real, bound = self.inner.whole()
+        one = torch.ones((), dtype=torch.float64)
+        return real + self.held, scaled(bound, one, U * (real.abs() + self.held.abs()))
 
 
 def exactly(real: Tensor, **options: Any) -> Given:
@@ -188,10 +221,12 @@ class Test:
 
     def _first(self) -> Tensor:
         """A few of them, tried before the rest: failing ones, and others."""
-        half = _FIRST // 2
-        bad = self.failing[_shuffled(self.failing.numel())[:half]]
+        bad = self.failing[_shuffled(self.failing.numel())[: _FIRST // 2]]
         others = self.sample[_shuffled(self.sample.numel())[: _FIRST - bad.numel()]]
-        return torch.cat((bad, others)).unique()
+        anchors = torch.cat((bad, others))
+        # One more near each: an element of the same head costs attention next to nothing.
+        near = anchors // _SEGMENT * _SEGMENT + (anchors + 17) % _SEGMENT
+        return torch.cat((anchors, near.clamp(max=self.value.numel() - 1))).unique()
 
     def explains(self, recipe: Recipe) -> bool:
         """Whether every element of the result is possible, and none too improbable, under it."""

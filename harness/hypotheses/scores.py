@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.bounds import HEAD, SCALE, TINY, Bound, U, bound_of
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Given, Recipe, Some, exactly, moved
+from harness.hypotheses.recipe import Elsewhere, Recipe, Some, exactly
 from harness.hypotheses.registry import base, hypothesis
 
 SCORES: Final = ("scores",)
@@ -147,11 +147,11 @@ def _part(recipe: Scores, evidence: Evidence) -> Iterator[tuple[str, Recipe]]:
 
 
 @hypothesis("queries and keys exchanged", axis="result", ops=SCORES, alone=True)
-def _turned(recipe: Scores, evidence: Evidence) -> Recipe:
+def _turned(recipe: Scores, evidence: Evidence) -> Recipe | None:
     """scores stored as (key, query) where they must be (query, key)"""
-    real, bound = recipe.whole()
-    source = torch.arange(real.numel()).reshape(real.shape).transpose(1, 2).contiguous()
-    return Given(real.reshape(-1)[source], moved(bound, source))
+    shape = tuple(evidence.real.shape)
+    source = torch.arange(evidence.real.numel()).reshape(shape).transpose(1, 2)
+    return Elsewhere(recipe, source.contiguous()) if shape[1] == shape[2] else None
 
 
 @hypothesis("key stride", axis="stride", ops=SCORES)
@@ -233,12 +233,11 @@ def _value_stride(recipe: Weighted, evidence: Evidence) -> Iterator[tuple[str, W
 @hypothesis("result stored head by head", axis="result", ops=ATTN_V, alone=True)
 def _head_by_head(recipe: Weighted, evidence: Evidence) -> Recipe | None:
     """a result stored (head, token) where it must be (token, head)"""
-    real, bound = recipe.whole()
-    n = len(real)
+    n, width = evidence.real.shape
     if n < 2:
         return None
-    source = torch.arange(real.numel()).reshape(n, -1, HEAD).transpose(0, 1).reshape(real.shape)
-    return Given(real.reshape(-1)[source], moved(bound, source.contiguous()))
+    source = torch.arange(n * width).reshape(n, -1, HEAD).transpose(0, 1).reshape(n, width)
+    return Elsewhere(recipe, source.contiguous())
 
 
 @hypothesis("zeros", axis="all", ops=(*SCORES, *ATTN_V), alone=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.bounds import TINY, Bound, U
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Recipe, Some, exactly, flat_bound, judged
+from harness.hypotheses.recipe import Elsewhere, Recipe, Some, exactly, flat_bound, judged
 from harness.hypotheses.registry import base, hypothesis
 from reference import ops as reference
 
@@ -190,7 +190,7 @@ def _no_shift(recipe: Softmax, evidence: Evidence) -> Softmax:
     return replace(recipe, compute=lambda x, rows: shifted(x, torch.zeros_like(x[:, :1])))
 
 
-@hypothesis("constant shift", axis="shift", ops=SOFTMAX)
+@hypothesis("constant shift", axis="shift", ops=SOFTMAX, alone=True)
 def _constant_shift(recipe: Softmax, evidence: Evidence) -> Iterator[tuple[str, Softmax]]:
     """a shift by {} in place of the row's maximum"""
     finite = recipe.scores.masked_fill(recipe.scores == -torch.inf, torch.nan).nan_to_num(-1e30)
@@ -271,12 +271,10 @@ def _length(recipe: Softmax, evidence: Evidence) -> Iterator[tuple[str, Softmax]
 @hypothesis("softmax over queries", axis="axis", ops=SOFTMAX, alone=True)
 def _over_queries(recipe: Softmax, evidence: Evidence) -> Recipe:
     """a softmax over columns (queries) where it must be over rows (keys)"""
-    turned = recipe.scores.transpose(1, 2).contiguous()
-    real = reference.softmax(turned)
-    made = judged("softmax", {"scores": turned}, real)
-    b = torch.where(real.isfinite(), made.bound.strict, 0.0)
-    real, b = real.transpose(1, 2), b.transpose(1, 2)
-    return replace(made, real=real, bound=flat_bound(b.contiguous()))
+    shape = recipe.scores.shape
+    turned = replace(recipe, scores=recipe.scores.transpose(1, 2).contiguous())
+    source = torch.arange(recipe.scores.numel()).reshape(shape).transpose(1, 2).contiguous()
+    return Elsewhere(turned, source)
 
 
 @hypothesis("other row stride", axis="stride", ops=SOFTMAX, alone=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from harness.errors import UsageError
+from harness.report.format import in_encoding
 
 if TYPE_CHECKING:
     from harness.result import Report
@@ -42,6 +44,15 @@ class Output:
             return
         write_whole(self.path, self._plain(report))
         _print_text(report, verbosity=-1)
+        write_stdout(f"Wrote {self.path}\n")
+
+    def write_either(self, as_text: Callable[[], str], as_json: Callable[[], str]) -> None:
+        """Write another verb's report in the format that was asked for."""
+        text = as_json() if self.format == "json" else as_text()
+        if self.path is None:
+            write_stdout(in_encoding(text, sys.stdout.encoding))
+            return
+        write_whole(self.path, text)
         write_stdout(f"Wrote {self.path}\n")
 
     def _plain(self, report: Report) -> str:

@@ -196,7 +196,7 @@ def test_several_processes_may_build_the_same_object_at_once(tmp_path: Path) -> 
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(4)
+        for _ in range(3)
     ]
     for process in running:
         out, problems = process.communicate(timeout=120)
