@@ -6,7 +6,8 @@ runs with nothing but the cases' ops, and at the first layer once more with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -66,7 +67,8 @@ class Isolated:
         """One run without any op: the control flow needs no activations."""
         recorder = ControlRecorder(self._plan.events)
         self._probe.control = recorder
-        self._prepare([], self._plan.events)
+        self._session.poison(self._probe.memory, self._plan.events)
+        self._probe.begin([])
         abort = self._session.run()
         self._probe.control = None
         results = control_results(self._plan, recorder, self._request.phases, abort)
@@ -81,9 +83,7 @@ class Isolated:
         wanted = [case for case in cases if case.tap.op in ops and case.event.phase in phases]
         tokens = [token for event in self._plan.events for token in event.tokens]
         self._session.load({case.tap.op for case in wanted}, layer, tokens)
-        self._prepare(wanted, self._plan.events)
-        self._session.run()
-        rows = rows_of(self._probe.finish())
+        rows = self._observed(wanted, self._plan.events, self._session.run)
         if first and self._request.battery:
             rows += self._battery(wanted, layer, weights)
         return rows
@@ -101,16 +101,23 @@ class Isolated:
             for each in battery(phase, ops) if ops else ():
                 stress = BatteryPass(each, layer or 0, weights, session.checkpoint)
                 session.loader.load_embedding_rows(stress.tokens())
-                self._prepare(stress.cases, [stress.event])
-                stress.run(session.engine)
-                rows += rows_of(self._probe.finish())
+                run = partial(stress.run, session.engine)
+                rows += self._observed(stress.cases, [stress.event], run)
         return rows
 
-    def _prepare(self, cases: Sequence[Case], events: Sequence[Event]) -> None:
-        """Poison what the ops may write, and tell the probe what will run."""
-        logits = any(case.tap.op == "logits" for case in cases)
-        self._session.poison(self._probe.memory, events, logits)
-        self._probe.begin(cases)
+    def _observed(
+        self, cases: Sequence[Case], events: Sequence[Event], run: Callable[[], object]
+    ) -> list[Row]:
+        """Run the engine for these cases, and judge what they did."""
+        memory = self._probe.memory
+        for everything in (False, True):
+            self._session.poison(memory, events, everything)
+            self._probe.begin(cases)
+            run()
+            # Something far away was written: once more, looking everywhere after each op.
+            if everything or memory.far_is_poison():
+                break
+        return rows_of(self._probe.finish())
 
 
 def _weights_by_op(cases: Iterable[Case]) -> dict[str, dict[str, Tensor]]:

@@ -276,7 +276,7 @@ class FreeRuns:
         launcher.on_incident = engine.device.on_incident
         engine.calls = self._calls.with_kernels(kernels, launcher)
         engine.check_eos_after_prefill = PREFILL_EOS in repairs
-        session.poison(Memory(engine), (), logits=True)
+        session.poison(Memory(engine), (), everything=True)
         session.run()
         return compare_tokens(listener.tokens, self._expected, self._logits)
 

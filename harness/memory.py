@@ -64,6 +64,16 @@ _BUFFERS = {
 }
 
 
+_CACHE = "kv_cache"
+
+
+def _row_bytes(buffer: str, rows: int) -> int:
+    """Bytes that a run of `rows` rows uses of a buffer for each row."""
+    if buffer == "prefill_attn_scores":
+        return engine_main.NUM_Q_HEADS * rows * _BF16  # dense: (32, rows, rows)
+    return _BUFFERS[buffer][1] * _BUFFERS[buffer][2]
+
+
 def row_width(buffer: str) -> int:
     """Elements of one row of a buffer that holds a row a token or a slot."""
     return _BUFFERS[buffer][1]
@@ -77,19 +87,46 @@ def buffer_sizes() -> dict[str, int]:
 class Memory:
     """Reads and writes an engine's buffers, and keeps a shadow of what they should hold.
 
-    The shadow of a buffer is what the harness last wrote or accepted there; whatever differs from
-    it after an op, outside the op's own output, was written by mistake. Of the 2 GiB cache only the
-    last `cache_blocks` blocks are shadowed: blocks are handed out from its end.
+    The shadow is what the harness last wrote or accepted; whatever differs from it after an op,
+    outside the op's own output, was written by mistake. Shadowed is twice what a run can use of
+    each buffer; the rest must still be poison at the run's end (`far_is_poison`), since comparing
+    all of 200 MB after each op would take most of the time. Of the 2 GiB cache only the last
+    blocks are looked at: blocks are handed out from its end.
     """
-
-    cache_blocks = 64
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._sizes = buffer_sizes()
         self._shadows: dict[str, np.ndarray] = {}
         self._starts = dict.fromkeys(self._sizes, 0)
+        self._used = dict.fromkeys(self._sizes, 0)  # may have been written since it was poisoned
         self._on_host = engine.device.name == "host"
+
+    def begin(self, rows: int | None, cache_blocks: int) -> None:
+        """Poison and shadow what a run of `rows` rows can use (None: everything), and so many
+        blocks from the cache's end."""
+        for name, size in self._sizes.items():
+            if name == _CACHE:
+                self._starts[name] = size - cache_blocks * engine_main.BLOCK_BYTES
+                near = size - self._starts[name]
+            else:
+                near = size if rows is None else min(size, 2 * rows * _row_bytes(name, rows))
+            self._shadows[name] = np.empty(near, np.uint8)
+            self.poison([Region(name, self._starts[name], max(near, self._used[name]))])
+            self._used[name] = 0 if name == _CACHE else near
+
+    def far_is_poison(self) -> bool:
+        """Whether nothing was written beyond what is shadowed. (The cache's front is not read.)"""
+        for name, shadow in self._shadows.items():
+            rest = self._sizes[name] - shadow.size
+            if name == _CACHE or rest == 0:
+                continue
+            far = self._contents(name, shadow.size, rest)
+            first = far.ctypes.data
+            if far[0] != POISON or first_difference(first, first + 1, rest - 1) is not None:
+                self._used[name] = self._sizes[name]
+                return False
+        return True
 
     # --- plain access ---
 
@@ -121,32 +158,29 @@ class Memory:
         for region in regions:
             self.write(region, np.full(region.size, POISON, np.uint8))
 
-    def poison_all(self, buffers: Iterable[str]) -> None:
-        """Poison what is watched of the buffers."""
-        for name in buffers:
-            self.poison([Region(name, self._starts[name], self._sizes[name] - self._starts[name])])
+    def poison_cache(self) -> None:
+        """Poison what is shadowed of the cache."""
+        start = self._starts[_CACHE]
+        self.poison([Region(_CACHE, start, self._sizes[_CACHE] - start)])
 
     # --- the shadow ---
 
     def watch(self, buffers: Sequence[str]) -> None:
         """Take the present contents of these buffers for what they should hold."""
         for name in buffers:
-            if name == "kv_cache":
-                watched = self.cache_blocks * engine_main.BLOCK_BYTES
-                self._starts[name] = self._sizes[name] - watched
-            start = self._starts[name]
-            self._shadows[name] = self.read(Region(name, start, self._sizes[name] - start))
+            shadow = self._shadows[name]
+            shadow[:] = self.read(Region(name, self._starts[name], shadow.size))
 
     def expected(self, regions: Iterable[Region]) -> np.ndarray:
-        """What the shadows hold of the regions, uint8; poison where nothing is watched."""
+        """What the shadows hold of the regions, uint8; poison where nothing is shadowed."""
         parts = []
         for region in regions:
+            part = np.full(region.size, POISON, np.uint8)
             begin = region.offset - self._starts[region.buffer]
-            shadow = self._shadows.get(region.buffer)
-            if shadow is None or begin < 0:
-                parts.append(np.full(region.size, POISON, np.uint8))
-            else:
-                parts.append(shadow[begin : begin + region.size].copy())
+            if begin >= 0:
+                held = self._shadows[region.buffer][begin : begin + region.size]
+                part[: held.size] = held
+            parts.append(part)
         return np.concatenate(parts)
 
     def accept(self, regions: Iterable[Region]) -> None:
@@ -176,10 +210,10 @@ class Memory:
 
     def _note(self, region: Region, flat: np.ndarray) -> None:
         shadow = self._shadows.get(region.buffer)
-        if shadow is not None:
-            begin = region.offset - self._starts[region.buffer]
-            if begin >= 0:
-                shadow[begin : begin + region.size] = flat
+        begin = region.offset - self._starts[region.buffer]
+        if shadow is not None and begin >= 0:
+            part = shadow[begin : begin + region.size]
+            part[:] = flat[: part.size]
 
     def _pointer(self, buffer: str) -> int:
         pointer: int = getattr(self._engine, buffer)

@@ -269,7 +269,7 @@ class Probe(Observer):
         """All that attention reads beside q: pages, table, lengths and slots, as they should be."""
         event = case.event
         assert case.layer is not None
-        self.memory.poison_all(["kv_cache"])
+        self.memory.poison_cache()
         keys, values = case.inputs["keys"], case.inputs["values"]
         for row, slot in enumerate(event.slots):
             length = len(keys[row])

@@ -262,7 +262,7 @@ class Propagated:
             None if self._free else session.forced.ids,
         )
         listener.control = recorder = ControlRecorder()
-        session.poison(Memory(session.engine), (), logits=self._free)
+        session.poison(Memory(session.engine), (), everything=True)
         abort = session.run()
         judge = self._judge_freely if self._free else self._judge_forced
         results, expected, tokens = judge(listener, inside | around)

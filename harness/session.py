@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from harness.control import forced_tokens
 from harness.devices import open_device
-from harness.memory import Memory, buffer_sizes
+from harness.memory import Memory
 from harness.model_file import Loader, model_file
 from harness.probe import Event
 from harness.progress import Progress
@@ -19,8 +19,6 @@ from kernels.lift import lift
 from port.main import BATCH_SIZE, CHAT_PROMPTS, NUM_BLOCKS, Engine, EngineAbort, run
 from reference.checkpoint import Checkpoint, open_checkpoint
 from reference.config import EMBED, FINAL_NORM
-
-_LOGITS = "embed_proj"  # 131 MB: poisoned and watched only where the logits run
 
 
 class Session:
@@ -83,15 +81,13 @@ class Session:
         if "final_norm" in ops:
             self.loader.load([FINAL_NORM])
 
-    def poison(self, memory: Memory, events: Iterable[Event], logits: bool) -> None:
-        """Poison all that the engine writes, and watch it; the logits buffer only if asked, of the
-        cache the blocks that the events use and as many again."""
-        used = sum(int((event.table >= 0).sum()) for event in events)
-        memory.cache_blocks = min(2 * used + 16, NUM_BLOCKS)
-        buffers = [name for name in buffer_sizes() if name != _LOGITS or logits]
-        memory.watch(["kv_cache"])
-        memory.poison_all(buffers)
-        memory.watch(buffers)
+    def poison(self, memory: Memory, events: Sequence[Event], everything: bool = False) -> None:
+        """Poison and watch what these events use, with room to spare, or all that the engine has."""
+        rows = max((len(event.positions) for event in events), default=0)
+        blocks = sum(int((event.table >= 0).sum()) for event in events)
+        memory.begin(
+            None if everything else max(rows, BATCH_SIZE), min(2 * blocks + 16, NUM_BLOCKS)
+        )
 
     def run(self) -> str | None:
         """The port's whole control flow from its start; the assert that ended it, if any."""

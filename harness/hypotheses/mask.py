@@ -158,8 +158,8 @@ def _finite(recipe: Mask, evidence: Evidence) -> Iterator[tuple[str, Mask]]:
     size = evidence.got.size
     at = np.random.default_rng(0).integers(0, size, _LOOKED_AT) if size > _LOOKED_AT else ...
     got = from_bits(evidence.got.reshape(-1)[at])
-    hidden = evidence.real.reshape(-1)[at] == -torch.inf
-    values, counts = got[hidden & got.isfinite()].unique(return_counts=True)
+    wrong = got != evidence.real.reshape(-1)[at]  # the right result lies on the bf16 grid
+    values, counts = got[wrong & got.isfinite()].unique(return_counts=True)
     if len(values):
         value = float(values[counts.argmax()])
         yield f"{value:g}", replace(recipe, value=value)

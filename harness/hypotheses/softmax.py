@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.bounds import TINY, Bound, U
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Elsewhere, Recipe, Some, exactly, flat_bound, judged
+from harness.hypotheses.recipe import Elsewhere, Recipe, Some, flat_bound, judged
 from harness.hypotheses.registry import base, hypothesis
 from reference import ops as reference
 
@@ -277,20 +277,33 @@ def _over_queries(recipe: Softmax, evidence: Evidence) -> Recipe:
     return Elsewhere(turned, source)
 
 
+@dataclass(frozen=True)
+class Strided(Softmax):
+    """Rows of n entries that begin `stride` entries apart; the entries between stay as they are."""
+
+    stride: int = 0
+
+    def some(self, flat: Tensor) -> Some:
+        n, entries = self.scores.shape[-1], self.scores.reshape(-1)
+        rows, where = (flat // self.stride).unique(return_inverse=True)
+        whole = rows * self.stride + n <= entries.numel()
+        at = (rows[:, None] * self.stride + torch.arange(n)).clamp(max=entries.numel() - 1)
+        real, b = self.compute(entries[at], rows)  # (rows, n)
+        place = flat % self.stride
+        inside = (place < n) & whole[where]
+        place = place.clamp(max=n - 1)
+        kept = torch.where(inside, real[where, place], entries[flat])
+        return kept, torch.where(inside, b[where, place], 0.0)
+
+    def whole(self) -> tuple[Tensor, Bound]:
+        real, b = self.some(torch.arange(self.scores.numel()))
+        return real.reshape(self.scores.shape), flat_bound(b.reshape(self.scores.shape))
+
+
 @hypothesis("other row stride", axis="stride", ops=SOFTMAX, alone=True)
 def _stride(recipe: Softmax, evidence: Evidence) -> Iterator[tuple[str, Recipe]]:
     """rows {} entries apart where they must be n apart"""
-    n, size = recipe.scores.shape[-1], recipe.scores.numel()
-    flat = recipe.scores.reshape(-1)
+    n = recipe.scores.shape[-1]
     for stride in dict.fromkeys((2048, 512, 1024, n + 1, -(-n // 16) * 16, -(-n // 32) * 32)):
-        if stride <= n:
-            continue
-        starts = torch.arange(0, min(size - n + 1, stride * (size // n)), stride)
-        at = starts[:, None] + torch.arange(n)  # (rows within reach, n)
-        rows = flat[at]
-        real, b = flat.clone(), torch.zeros_like(flat)
-        made, allowed = recipe.compute(rows, torch.arange(len(rows)))
-        real[at.reshape(-1)] = made.reshape(-1)
-        b[at.reshape(-1)] = allowed.nan_to_num(0.0).reshape(-1)
-        bound = flat_bound(b.reshape(recipe.scores.shape))
-        yield f"{stride:,}", replace(exactly(real.reshape(recipe.scores.shape)), bound=bound)
+        if stride > n:
+            yield f"{stride:,}", Strided(recipe.scores, recipe.compute, stride=stride)
