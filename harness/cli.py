@@ -30,6 +30,7 @@ INTERRUPTED: Final = 130
 VERBS: Final = {
     "compare": ("harness.request", "compare each op with a float64 reference; says which is wrong"),
     "ladder": ("harness.ladder", "repair it step by step: which fault matters, with what tokens"),
+    "claims": ("harness.claims", "settle what was said of the engine and never run, with figures"),
     "generate": ("harness.generate", "run the engine as a program, with upstream's prints"),
     "bench": ("harness.bench", "time each op, a prefill and a step, beside transformers"),
     "doctor": ("harness.doctor", "what this machine has, and what each missing piece would give"),

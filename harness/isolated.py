@@ -7,6 +7,7 @@ runs with nothing but the cases' ops, and at the first layer once more with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -14,11 +15,15 @@ from torch import Tensor
 from harness.assess import Row, rows_of
 from harness.battery import battery
 from harness.battery_cases import BatteryPass
+from harness.context import diagnoses_of
 from harness.control import ControlRecorder, control_results, plan
 from harness.probe import Case, Event, Probe
 from harness.session import Session
 from harness.taps import LAYERLESS
 from harness.walk import Walk
+
+# Verdicts that say what the output is, so that a hypothesis can be asked to give the same.
+_EXPLAINED = frozenset({"systematic", "diverged", "poisoned", "unchanged"})
 
 
 class Isolated:
@@ -30,6 +35,7 @@ class Isolated:
             session.prompts, session.forced, layers=session.checkpoint.layers, steps=session.steps
         )
         self._probe = Probe(session.engine, session.forced.ids)
+        self._diagnosed: set[tuple[str, str]] = set()  # (phase, op)
 
     def rows(self) -> list[Row]:
         """All rows; with fail_fast none beyond the stage of the first that fails."""
@@ -83,7 +89,7 @@ class Isolated:
         wanted = [case for case in cases if case.tap.op in ops and case.event.phase in phases]
         tokens = [token for event in self._plan.events for token in event.tokens]
         self._session.load({case.tap.op for case in wanted}, layer, tokens)
-        rows = self._observed(wanted, self._plan.events, self._session.run)
+        rows = self._observed(wanted, cases, self._plan.events, self._session.run)
         if first and self._request.battery:
             rows += self._battery(wanted, layer, weights)
         return rows
@@ -102,13 +108,20 @@ class Isolated:
                 stress = BatteryPass(each, layer or 0, weights, session.checkpoint)
                 session.loader.load_embedding_rows(stress.tokens())
                 run = partial(stress.run, session.engine)
-                rows += self._observed(stress.cases, [stress.event], run)
+                rows += self._observed(stress.cases, stress.cases, [stress.event], run)
         return rows
 
     def _observed(
-        self, cases: Sequence[Case], events: Sequence[Event], run: Callable[[], object]
+        self,
+        cases: Sequence[Case],
+        around: Sequence[Case],
+        events: Sequence[Event],
+        run: Callable[[], object],
     ) -> list[Row]:
-        """Run the engine for these cases, and judge what they did."""
+        """Run the engine for these cases, judge what they did, and say why.
+
+        around: all cases of the layer, run or not, for the diagnosis.
+        """
         memory = self._probe.memory
         for everything in (False, True):
             self._session.poison(memory, events, everything)
@@ -117,7 +130,17 @@ class Isolated:
             # Something far away was written: once more, looking everywhere after each op.
             if everything or memory.far_is_poison():
                 break
-        return rows_of(self._probe.finish())
+        return [self._explained(row, around) for row in rows_of(self._probe.finish())]
+
+    def _explained(self, row: Row, around: Sequence[Case]) -> Row:
+        """The row with its diagnosis, if it is the first failing one of its op and phase."""
+        result = row.result
+        if result.verdict not in _EXPLAINED or (result.phase, result.op) in self._diagnosed:
+            return row
+        self._diagnosed.add((result.phase, result.op))
+        self._session.progress.update(f"diagnosing {result.op}")
+        found = diagnoses_of(row.observations, around, self._session.checkpoint)
+        return replace(row, result=replace(result, diagnosis=found))
 
 
 def _weights_by_op(cases: Iterable[Case]) -> dict[str, dict[str, Tensor]]:

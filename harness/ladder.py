@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from harness import options, prompt
 from harness.errors import UsageError
@@ -33,6 +33,7 @@ from harness.taps import EXECUTION_ORDER, PREFILL
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from harness.probe import Event
     from harness.progress import Progress
     from reference.checkpoint import Checkpoint
 
@@ -54,6 +55,7 @@ class LadderRequest:
     seed: int = 0
     device: str = "auto"
     kernels: Path | None = None
+    battery: bool = True
     output: Output = field(default_factory=Output)
     command: str = "python -m harness ladder"
 
@@ -81,9 +83,11 @@ class LadderRequest:
             device=self.device,
             kernels=self.kernels,
             repairs=tuple(repairs),
+            battery=self.battery,
         )
-        if hasattr(request, "races"):
-            request = replace(request, races=True, command="")
+        if "races" in request.__dataclass_fields__:
+            changes: dict[str, Any] = {"races": True, "command": ""}
+            request = replace(request, **changes)
         return request
 
     def free_request(self) -> CompareRequest:
@@ -225,6 +229,16 @@ def _rung(
 # --- free runs ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Ideal:
+    """The ideal's own run: its events, its greedy tokens and the logits of ideal and exact behind
+    each, one list a prompt."""
+
+    events: Sequence[Event]
+    tokens: list[list[int]]
+    logits: list[list[tuple[Tensor, Tensor]]]
+
+
 class FreeRuns:
     """The engine running freely with one set of repairs after another, beside the ideal.
 
@@ -239,14 +253,13 @@ class FreeRuns:
         self._session = session = Session(request.free_request(), progress, checkpoint)
         session.steps = request.max_new_tokens - 1  # none, if prefill's token is all
         self._calls = session.engine.calls
-        self._expected, self._logits = self._ideal()
+        self._ideal = self._walk()
         for layer in range(checkpoint.layers):
             progress.update("weights", layer, checkpoint.layers)
             session.load({"any"}, layer)
         session.load({"logits", "final_norm"}, None)
 
-    def _ideal(self) -> tuple[list[list[int]], list[list[tuple[Tensor, Tensor]]]]:
-        """The ideal's greedy tokens, and the logits of ideal and exact behind each."""
+    def _walk(self) -> Ideal:
         from harness.control import plan
         from harness.walk import FreeWalk
 
@@ -257,8 +270,10 @@ class FreeRuns:
             session.checkpoint,
             lambda cases: self._progress.update("ideal", next(done, stages), stages),
         )
-        plan(session.prompts, walk, layers=session.checkpoint.layers, steps=session.steps)
-        return walk.tokens, walk.logits
+        expected = plan(
+            session.prompts, walk, layers=session.checkpoint.layers, steps=session.steps
+        )
+        return Ideal(expected.events, walk.tokens, walk.logits)
 
     def __call__(self, repairs: tuple[str, ...]) -> Tokens:
         """The engine's tokens with these repairs, compared with the ideal's."""
@@ -276,9 +291,9 @@ class FreeRuns:
         launcher.on_incident = engine.device.on_incident
         engine.calls = self._calls.with_kernels(kernels, launcher)
         engine.check_eos_after_prefill = PREFILL_EOS in repairs
-        session.poison(Memory(engine), (), everything=True)
+        session.poison(Memory(engine), self._ideal.events, everything=True)
         session.run()
-        return compare_tokens(listener.tokens, self._expected, self._logits)
+        return compare_tokens(listener.tokens, self._ideal.tokens, self._ideal.logits)
 
 
 # --- the verb -----------------------------------------------------------------------------------
@@ -364,6 +379,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IDS",
         help="a prompt as 1,2,3; once a slot, or 1,2,3;4,5, or @FILE (default: two hard-coded)",
     )
+    group.add_argument(
+        "--no-battery",
+        dest="battery",
+        action="store_false",
+        help="compare on the model's own activations only",
+    )
     options.add_common(parser)
 
 
@@ -381,6 +402,7 @@ def from_args(args: argparse.Namespace) -> LadderRequest:
         seed=seed,
         device=args.device,
         kernels=options.kernels_of(args),
+        battery=args.battery,
         output=options.output_of(args),
         command=args.command,
     )

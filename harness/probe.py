@@ -83,10 +83,12 @@ class Case:
 @dataclass(frozen=True)
 class Observation:
     """What the port made of a case. got: bf16 bits uint16 of the real result's shape, or (argmax)
-    token ids int64; None where the op never ran. unchanged: the output was never written."""
+    token ids int64; None where the op never ran. unchanged: the output was never written. before:
+    the output's bits before the op."""
 
     case: Case
     got: np.ndarray | None
+    before: np.ndarray | None = None
     unchanged: bool = False
     changes: tuple[Change, ...] = ()
     incidents: tuple[Incident, ...] = ()
@@ -224,10 +226,12 @@ class Probe(Observer):
             self.memory.write(region, contents)
         for case in cases:
             op = case.tap.op
+            shape = tuple(case.real.shape)
             self.observations.append(
                 Observation(
                     case,
-                    got=after[op].view(np.uint16).reshape(tuple(case.real.shape)),
+                    got=after[op].view(np.uint16).reshape(shape),
+                    before=before[op].view(np.uint16).reshape(shape),
                     unchanged=bool(np.array_equal(before[op], after[op])),
                     changes=changes,
                     incidents=tuple(self._incidents),

@@ -138,11 +138,9 @@ def apply_repairs(kernels: KernelsFile, names: Iterable[str]) -> KernelsFile:
 
 
 def _with_file(kernels: KernelsFile, host_call: str, name: str) -> KernelsFile:
-    from kernels.lift import own_path
     from kernels.replace import replace_function
 
-    path = own_path().parent / "repairs" / name
-    return replace_function(kernels, path, kernels.host_calls[host_call].kernel)
+    return replace_function(kernels, repair_path(name), kernels.host_calls[host_call].kernel)
 
 
 def _check_launch(kernels: KernelsFile, repair: Repair) -> None:
@@ -174,11 +172,8 @@ def _spelled(launch: Launch | Refusal) -> str:
     return f"<<<{launch.grid}, {launch.block}>>>({', '.join(map(str, launch.arguments))})"
 
 
-def repair_path(name: str) -> Path:
-    """A repair's own .cu file. Raises ValueError for a repair of a host step."""
+def repair_path(file: str) -> Path:
+    """Where a file of a repair lies."""
     from kernels.lift import own_path
 
-    repair = REPAIRS[name]
-    if not repair.files:
-        raise ValueError(f"{name} is a step of the host")
-    return own_path().parent / "repairs" / repair.files[-1]
+    return own_path().parent / "repairs" / file

@@ -23,6 +23,7 @@ from typing import Final
 
 from harness import options, prompt
 from harness.errors import UsageError
+from harness.explain import check_op, print_lesson
 from harness.prompt import Ids
 from harness.repairs import check_repair, parse_repairs
 from harness.report.output import Output
@@ -60,6 +61,7 @@ class CompareRequest:
     battery: bool = True
     strict: bool = False
     fail_fast: bool = False
+    explain: str | None = None
     output: Output = field(default_factory=Output)
     command: str = ""  # as typed; made from the other fields where nobody typed it
 
@@ -74,6 +76,10 @@ class CompareRequest:
             _check_op(self.op, self.phases)
         for name in self.repairs:
             check_repair(name)
+        if self.explain is not None:
+            check_op(self.explain)
+            if self.output.format != "text":
+                raise UsageError(f"--explain needs --format text (got {self.output.format})")
         self._check_prompts()
 
     def _check_prompts(self) -> None:
@@ -202,6 +208,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--strict", action="store_true", help="harmless variants count as failures")
     how.add_argument("--fail-fast", action="store_true", help="stop at the first op that fails")
+    how.add_argument(
+        "--explain", metavar="OP", help="then show an op's text, the reference's and its numbers"
+    )
     fed = parser.add_argument_group("what is fed")
     fed.add_argument(
         "--prompt-ids",
@@ -247,6 +256,7 @@ def from_args(args: argparse.Namespace) -> CompareRequest:
         battery=args.battery,
         strict=args.strict,
         fail_fast=args.fail_fast,
+        explain=args.explain,
         output=options.output_of(args),
         command=args.command,
     )
@@ -261,4 +271,6 @@ def run(args: argparse.Namespace) -> int:
     with Progress() as progress:
         report = compare(request, progress)
     request.output.write(report)
+    if request.explain is not None:
+        print_lesson(request.explain, report, request.kernels)
     return report.exit_code

@@ -82,12 +82,10 @@ class Session:
             self.loader.load([FINAL_NORM])
 
     def poison(self, memory: Memory, events: Sequence[Event], everything: bool = False) -> None:
-        """Poison and watch what these events use, with room to spare, or all that the engine has."""
-        rows = max((len(event.positions) for event in events), default=0)
+        """Poison and watch what these events use, with room to spare, or all there is."""
+        rows = max((len(event.positions) for event in events), default=BATCH_SIZE)
         blocks = sum(int((event.table >= 0).sum()) for event in events)
-        memory.begin(
-            None if everything else max(rows, BATCH_SIZE), min(2 * blocks + 16, NUM_BLOCKS)
-        )
+        memory.begin(None if everything else rows, min(2 * blocks + 16, NUM_BLOCKS))
 
     def run(self) -> str | None:
         """The port's whole control flow from its start; the assert that ended it, if any."""

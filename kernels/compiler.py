@@ -40,6 +40,9 @@ FLAGS = (
     "-U_FORTIFY_SOURCE",
     "-fno-stack-protector",
 )
+# For objects whose accesses to memory are watched. -O1: an access must stay with the line and the
+# thread that it is from.
+WATCHED_FLAGS = ("-O1", "-fsanitize=thread", "-DSIMT_WATCHED")
 KERNEL_FLAGS = (
     "-fno-exceptions",
     "-fno-sanitize=undefined",
@@ -138,7 +141,8 @@ class Build:
     process: subprocess.Popen[str] | None = None
     folder: Path | None = None
     command: tuple[str, ...] = ()
-    link: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()  # empty: an object to be linked into another one
+    beside: Build | None = None  # an object to link in
 
     def finish(self) -> Path:
         """The finished object. KernelsError if it does not compile."""
@@ -156,19 +160,9 @@ class Build:
                     f"{frame['where']}: {frame['what']}; local arrays this large need a GPU",
                     message.strip(),
                 )
-            made = self.folder / "out.so"
-            linked = subprocess.run(
-                [*self.link, str(self.folder / "out.o"), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-            )
-            if linked.returncode:
-                raise KernelsError(
-                    f"{self.link[0]} cannot link a shared object; try another CXX",
-                    linked.stderr.strip(),
-                )
+            made = self.folder / "out.o"
+            if self.link:
+                made = self._linked(made)
             os.replace(made, self.path)
         finally:
             if self.process.poll() is None:
@@ -178,17 +172,44 @@ class Build:
         _prune(self.path.parent)
         return self.path
 
+    def _linked(self, compiled: Path) -> Path:
+        made = compiled.with_name("out.so")
+        command = [*self.link, str(compiled), "-o", str(made)]
+        if self.beside is not None:
+            command.insert(-2, str(self.beside.finish()))
+        linked = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+        if linked.returncode:
+            raise KernelsError(
+                f"{self.link[0]} cannot link a shared object; try another CXX",
+                linked.stderr.strip(),
+            )
+        return made
 
-def start(kind: str, text: str, headers: tuple[Path, ...], extra: tuple[str, ...] = ()) -> Build:
-    """Begin to compile `text` into a shared object, unless the cache has it."""
+
+def start(
+    kind: str,
+    text: str,
+    headers: tuple[Path, ...],
+    extra: tuple[str, ...] = (),
+    *,
+    shared: bool = True,
+    beside: Build | None = None,
+) -> Build:
+    """Begin to compile `text` into a shared object, unless the cache has it.
+
+    shared: otherwise an object that is to be linked into another one, as its `beside`.
+    """
     compiler = find_compiler()
     flags = (*FLAGS, *machine_flags(), *extra)
     key = hashlib.sha256()
-    for part in (compiler.identity, *flags, platform.machine(), sys.platform, text):
+    linked = beside.path.name if beside is not None else ""
+    for part in (compiler.identity, *flags, platform.machine(), sys.platform, linked, text):
         key.update(part.encode() + b"\0")
     for header in headers:
         key.update(header.read_bytes() + b"\0")
-    path = cache_folder() / f"{kind}-{key.hexdigest()[:32]}.so"
+    path = cache_folder() / f"{kind}-{key.hexdigest()[:32]}.{'so' if shared else 'o'}"
     if path.exists():
         with contextlib.suppress(OSError):
             os.utime(path)  # recently used: pruned last
@@ -220,7 +241,8 @@ def start(kind: str, text: str, headers: tuple[Path, ...], extra: tuple[str, ...
         raise KernelsError(
             f"cannot run {compiler.command[0]}: {error.strerror}; set CXX to a C++ compiler"
         ) from None
-    return Build(path, process, folder, command, (*compiler.command, "-shared", "-pthread"))
+    link = (*compiler.command, "-shared", "-pthread") if shared else ()
+    return Build(path, process, folder, command, link, beside)
 
 
 def _compile_error(message: str, command: tuple[str, ...]) -> KernelsError:
@@ -232,6 +254,6 @@ def _compile_error(message: str, command: tuple[str, ...]) -> KernelsError:
 
 def _prune(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another process may be pruning
-        objects = sorted(folder.glob("*.so"), key=lambda p: p.stat().st_mtime)
+        objects = sorted(folder.glob("*.*o"), key=lambda p: p.stat().st_mtime)
         for old in objects[:-_KEEP]:
             old.unlink(missing_ok=True)

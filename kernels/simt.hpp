@@ -61,16 +61,46 @@ static constexpr int warpSize = 32;
 namespace simt {
 
 static __thread Worker *worker;
-static __thread unsigned long long block_serial;
 static __thread unsigned char *dynamic_shared;
 static Api api;
 
 inline Index *index_of(uint3 &v) { return reinterpret_cast<Index *>(&v); }
 
+// What a kernel (and not the functions that it calls) gets as a hidden argument: finding a
+// thread-local variable costs a call each time, so a kernel has copies of the built-in ones.
+struct Here {
+    uint3 thread, block, dim, grid;
+    unsigned long long serial;
+};
+
+struct Serial {
+    unsigned long long serial;
+};
+
+}  // namespace simt
+
+static __thread simt::Serial simt_here;  // a kernel's argument of this name hides it
+
+#define SIMT_PARAMETER const simt::Here &simt_here
+#define SIMT_HERE                                                                     \
+    [[maybe_unused]] const uint3 threadIdx = simt_here.thread, blockIdx = simt_here.block, \
+                                 blockDim = simt_here.dim, gridDim = simt_here.grid;
+
+namespace simt {
+
+// The pointer itself, of which the compiler no longer knows that it can be found again.
+template <class T>
+inline T *keep(T *pointer) {
+    asm("" : "+r"(pointer));
+    return pointer;
+}
+
 inline void views(Views *v) {
     *v = Views{index_of(threadIdx), index_of(blockIdx), index_of(blockDim), index_of(gridDim),
-               &worker, &block_serial, &dynamic_shared};
+               &worker, &simt_here.serial, &dynamic_shared};
 }
+
+inline Here here() { return Here{threadIdx, blockIdx, blockDim, gridDim, simt_here.serial}; }
 
 inline unsigned lane() {
     return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & 31u;
@@ -82,29 +112,33 @@ inline unsigned lane() {
 }
 
 template <class... A, size_t... I>
-inline void call(void (*kernel)(A...), void **arguments, std::index_sequence<I...>) {
-    kernel(*static_cast<std::remove_reference_t<A> *>(arguments[I])...);
+inline void call(void (*kernel)(const Here &, A...), const Here &here, void **arguments,
+                 std::index_sequence<I...>) {
+    kernel(here, *static_cast<std::remove_reference_t<A> *>(arguments[I])...);
 }
 
 template <auto kernel, class... A>
-inline void run_thread(void (*)(A...), void **arguments) {
-    call(kernel, arguments, std::index_sequence_for<A...>());
+inline void run_thread(void (*)(const Here &, A...), const Here &here, void **arguments) {
+    call(kernel, here, arguments, std::index_sequence_for<A...>());
 }
 
 template <auto kernel>
 void thread(void **arguments) {
-    run_thread<kernel>(kernel, arguments);
+    run_thread<kernel>(kernel, here(), arguments);
 }
 
 // Only for kernels without barriers and shuffles (SIMT_INLINE: their body ends up in this loop).
 template <auto kernel>
 void block(void **arguments, Index shape, int backwards) {
+    Here own = here();
+    uint3 *index = keep(&threadIdx);
     for (unsigned k = 0; k < shape.z; k++)
         for (unsigned j = 0; j < shape.y; j++)
             for (unsigned i = 0; i < shape.x; i++) {
-                threadIdx = backwards ? uint3{shape.x - 1 - i, shape.y - 1 - j, shape.z - 1 - k}
-                                      : uint3{i, j, k};
-                run_thread<kernel>(kernel, arguments);
+                own.thread = backwards ? uint3{shape.x - 1 - i, shape.y - 1 - j, shape.z - 1 - k}
+                                       : uint3{i, j, k};
+                *index = own.thread;
+                run_thread<kernel>(kernel, own, arguments);
             }
 }
 
@@ -118,16 +152,27 @@ void block(void **arguments, Index shape, int backwards) {
 
 SIMT_VISIBLE void simt_bind(const simt::Api *given) { simt::api = *given; }
 
-// Follows each static `__shared__` variable: the first thread of a block that comes by fills it with
-// 0xFF (NaN), because what the block before left there would hide a missing store.
-#define SIMT_POISON(name)                                                      \
-    {                                                                          \
-        static __thread unsigned long long simt_seen;                          \
-        if (simt_seen != simt::block_serial) {                                 \
-            simt_seen = simt::block_serial;                                    \
-            memset((void *)&name, 0xFF, sizeof name);                          \
-        }                                                                      \
+// Follows each static `__shared__` variable, which simt.py has renamed to simt_shared_NAME: the first
+// thread of a block that comes by has it filled with 0xFF (NaN), because what the block before left
+// there would hide a missing store. A reference, for the sake of `keep`.
+#define SIMT_SHARED(name)                                                                       \
+    auto &name = *simt::keep(&simt_shared_##name);                                              \
+    {                                                                                           \
+        static __thread unsigned long long simt_seen;                                           \
+        if (simt_seen != simt_here.serial) {                                                    \
+            simt_seen = simt_here.serial;                                                       \
+            using Element = std::remove_all_extents_t<std::remove_reference_t<decltype(name)>>; \
+            simt::api.shared(#name, (void *)&name, sizeof name, sizeof(Element));               \
+        }                                                                                       \
     }
+// `extern __shared__ T name[];`
+#ifdef SIMT_WATCHED
+#define SIMT_DYNAMIC(name, ...)                                    \
+    __VA_ARGS__ *const name = (__VA_ARGS__ *)simt::dynamic_shared; \
+    simt::api.shared(#name, nullptr, 0, sizeof(__VA_ARGS__));
+#else
+#define SIMT_DYNAMIC(name, ...) __VA_ARGS__ *const name = (__VA_ARGS__ *)simt::dynamic_shared;
+#endif
 
 // --- barriers, shuffles, votes --------------------------------------------------------------------
 
@@ -301,3 +346,16 @@ inline T atomicCAS(T *address, simt_same<T> compare, simt_same<T> v) {
 
 #include "simt_math.hpp"
 #include "simt_bf16.hpp"
+
+#ifdef SIMT_WATCHED
+// g++ leaves these to the C library, where nobody watches.
+extern "C" void *__tsan_memcpy(void *, const void *, size_t);
+extern "C" void *__tsan_memmove(void *, const void *, size_t);
+extern "C" void *__tsan_memset(void *, int, size_t);
+namespace std {
+using ::__tsan_memcpy, ::__tsan_memmove, ::__tsan_memset;
+}
+#define memcpy __tsan_memcpy
+#define memmove __tsan_memmove
+#define memset __tsan_memset
+#endif

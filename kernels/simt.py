@@ -10,21 +10,19 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
-import shutil
-import subprocess
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from kernels import compiler
-from kernels.declarations import survey
 from kernels.errors import KernelsError
 from kernels.lift import KernelsFile, Launch
-from kernels.tokens import Token, matching, read, split_commas
+from kernels.places import Place, Places
+from kernels.races import Access, RaceReport
+from kernels.simt_text import host_text, synchronising
 
 HEADERS = ("simt.hpp", "simt_abi.hpp", "simt_math.hpp", "simt_bf16.hpp")
 RUNTIME = (
@@ -33,11 +31,15 @@ RUNTIME = (
     "simt_block.hpp",
     "simt_fiber.hpp",
     "simt_memory.hpp",
+    "simt_race.hpp",
 )
+CALLBACKS = ("simt_callbacks.cpp", "simt_abi.hpp")
 SCHEDULES = ("benign", "reversed", "ahead", "ahead-reversed", "random")
 # Threads of a launch from which a second OS thread pays for waking it.
 _SPREAD = {True: 2_048, False: 16_384}
 _SHARED_LIMIT = 232_448
+_MANY_RACES = 64  # different ones that a launch tells
+_ACCESSES = ("reads", "writes", "updates atomically")
 
 
 class LaunchError(Exception):
@@ -98,6 +100,36 @@ class _Shape(ctypes.Structure):
         ("schedule", ctypes.c_int),
         ("seed", ctypes.c_uint64),
         ("workers", ctypes.c_int),
+        ("watch", ctypes.c_void_p),
+    )
+
+
+class _Party(ctypes.Structure):
+    _fields_ = (
+        ("program_counter", ctypes.c_uint64),
+        ("block", _Index),
+        ("thread", _Index),
+        ("kind", ctypes.c_int),
+    )
+
+
+class _Race(ctypes.Structure):
+    _fields_ = (
+        ("first", _Party),
+        ("second", _Party),
+        ("allocation", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+        ("element", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("name", ctypes.c_char * 64),
+    )
+
+
+class _Watch(ctypes.Structure):
+    _fields_ = (
+        ("races", ctypes.POINTER(_Race)),
+        ("capacity", ctypes.c_int),
+        ("count", ctypes.c_int),
     )
 
 
@@ -134,6 +166,12 @@ def _folder() -> Path:
 def _start_runtime() -> compiler.Build:
     text = '#line 1 "simt_runtime.cpp"\n' + (_folder() / RUNTIME[0]).read_text(encoding="utf-8")
     return compiler.start("runtime", text, tuple(_folder() / name for name in RUNTIME[1:]))
+
+
+def _start_callbacks() -> compiler.Build:
+    text = (_folder() / CALLBACKS[0]).read_text(encoding="utf-8")
+    headers = tuple(_folder() / name for name in CALLBACKS[1:])
+    return compiler.start("callbacks", text, headers, shared=False)
 
 
 @cache
@@ -174,7 +212,8 @@ class Executor:
     schedule: "benign" (round-robin, each thread to its next barrier or shuffle), "reversed",
     "ahead" (one warp as far as it gets, warp 0 first), "ahead-reversed", or "random:SEED" (random
     warp order). Blocks run in order, backwards for the reversed ones. threads: OS threads at most
-    (None: all processors); no result depends on it. Memory of `allocate` lives as long as the
+    (None: all processors); no result depends on it. races: look for accesses without an order
+    between them, at some cost; `take_races` tells them. Memory of `allocate` lives as long as the
     executor.
 
     KernelsError if there is no compiler or the file does not compile; its `detail` is the
@@ -182,17 +221,27 @@ class Executor:
     """
 
     def __init__(
-        self, file: KernelsFile, schedule: str = "benign", threads: int | None = None
+        self,
+        file: KernelsFile,
+        schedule: str = "benign",
+        threads: int | None = None,
+        races: bool = False,
     ) -> None:
         self.file = file
         self.schedule = schedule
-        self._schedule, self._seed = _parse_schedule(schedule)
         runtime = _start_runtime()
-        self._cooperative, self._atomic = _synchronising(file)
+        self._cooperative, self._atomic = synchronising(file)
+        if races:  # a loop over threads would mix up who does what
+            self._cooperative = frozenset(file.kernels)
         text = host_text(file, self._cooperative)
         headers = tuple(_folder() / name for name in HEADERS)
         try:
-            build = compiler.start("kernels", text, headers, compiler.KERNEL_FLAGS)
+            if races:
+                flags = (*compiler.KERNEL_FLAGS, *compiler.WATCHED_FLAGS)
+                beside = _start_callbacks()
+                build = compiler.start("watched", text, headers, flags, beside=beside)
+            else:
+                build = compiler.start("kernels", text, headers, compiler.KERNEL_FLAGS)
             self.path = build.finish()
         finally:
             runtime_path = runtime.finish()
@@ -200,6 +249,13 @@ class Executor:
         self._library = _open(self.path)
         self._library.simt_bind.argtypes = (ctypes.c_void_p,)
         self._library.simt_bind(self._runtime.simt_api())
+        self._races: list[RaceReport] = []
+        self._watch: _Watch | None = None
+        if races:
+            self._library.simt_watch.argtypes = (ctypes.c_void_p,)
+            self._library.simt_watch(self._runtime.simt_api())
+            self._watch = _Watch((_Race * _MANY_RACES)(), _MANY_RACES, 0)
+        self._places = Places(self.path, file)
         self._entries = {
             name: ctypes.addressof(ctypes.c_char.in_dll(self._library, f"simt_kernel_{name}"))
             for name in file.kernels
@@ -208,6 +264,16 @@ class Executor:
         self._allocations: dict[int, tuple[_Allocation, str]] = {}
         self._checked: ctypes.Array[_Allocation] | None = None
         self._finalizer = weakref.finalize(self, _free_all, self._runtime, self._allocations)
+
+    @property
+    def schedule(self) -> str:
+        """In which order threads and blocks run; may be changed between launches."""
+        return self._spelled_schedule
+
+    @schedule.setter
+    def schedule(self, schedule: str) -> None:
+        self._schedule, self._seed = _parse_schedule(schedule)
+        self._spelled_schedule = schedule
 
     def launch(self, launch: Launch) -> None:
         """Run every block to its end.
@@ -232,6 +298,7 @@ class Executor:
             self._schedule,
             self._seed,
             self._threads if spread else 1,
+            ctypes.addressof(self._watch) if self._watch is not None else None,
         )
         report = _Report()
         status = self._runtime.simt_launch(
@@ -240,6 +307,8 @@ class Executor:
             packed.address,
             ctypes.addressof(report),
         )
+        if self._watch is not None and self._watch.count:
+            self._take(launch.kernel, self._watch)
         if status < 0:
             raise MemoryError("no memory for the stacks of the CPU executor")
         if status:
@@ -295,23 +364,59 @@ class Executor:
         return f"address {address:#x}, {where} ({allocation.size} bytes)"
 
     def _line_of(self, program_counter: int) -> int | None:
-        """The kernels file's line of an instruction, if addr2line is there to tell."""
-        tool = shutil.which("addr2line")
+        """The kernels file's line of an instruction, if there is a tool to tell."""
         base = self._runtime.simt_base(program_counter)
-        if tool is None or not base:
-            return None
-        told = subprocess.run(
-            [tool, "-i", "-e", str(self.path), hex(program_counter - base)],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
-        for place in told.splitlines():
-            path, _, line = place.rpartition(":")
-            number = line.split(" ")[0]
-            if os.path.basename(path) == self.file.path.name and number.isdigit():
-                return int(number) or None
-        return None
+        place = self._places.of(program_counter - base) if base else None
+        return place.line if place is not None and place.file is None else None
+
+    # --- races ---
+
+    def take_races(self) -> list[RaceReport]:
+        """What was found since the last call, each pair of lines once a launch."""
+        taken, self._races = self._races, []
+        return taken
+
+    def _take(self, kernel: str, watch: _Watch) -> None:
+        found = watch.races[: watch.count]
+        watch.count = 0
+        counters = [party.program_counter - 1 for r in found for party in (r.first, r.second)]
+        base = self._runtime.simt_base(counters[0])
+        places = iter(self._places.all_of(counter - base for counter in counters))
+        reports: dict[object, RaceReport] = {}
+        for race in found:
+            report = self._race_report(kernel, race, next(places), next(places))
+            sides = [(each.place, each.kind) for each in (report.first, report.second)]
+            known = sides[0][0] is not None and sides[1][0] is not None
+            key = (report.array, frozenset(sides), None if known else len(reports))
+            if key in reports:
+                report = replace(reports[key], count=reports[key].count + report.count)
+            reports[key] = report
+        self._races += reports.values()
+
+    def _race_report(
+        self, kernel: str, race: _Race, first: Place | None, second: Place | None
+    ) -> RaceReport:
+        shared = not race.allocation
+        if shared:
+            array = race.name.decode(errors="replace")
+        else:
+            held = self._allocations.get(race.allocation)
+            array = (held[1] if held else "") or "an unnamed allocation"
+        a, b = (
+            Access(_ACCESSES[party.kind], place, party.block.values(), party.thread.values())
+            for party, place in ((race.first, first), (race.second, second))
+        )
+        return RaceReport(
+            kernel=kernel,
+            array=array,
+            shared=shared,
+            offset=int(race.offset),
+            element=int(race.offset // race.element) if shared else None,
+            first=a,
+            second=b,
+            count=int(race.count),
+            parted=self._places.parted(first, second),
+        )
 
     def allocate(self, size: int, name: str = "") -> int:
         """`size` bytes of 0xFF at a page's start, guarded on both sides; free until written."""
@@ -371,130 +476,6 @@ def _product(values: Sequence[int]) -> int:
 def _processors() -> int:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(count or 1, 64)
-
-
-# --- the text that the CPU's compiler gets --------------------------------------------------------
-
-_SYNCHRONISES = (
-    "__syncthreads",
-    "__syncwarp",
-    "__shfl",
-    "__ballot_sync",
-    "__any_sync",
-    "__all_sync",
-)
-
-
-def _synchronising(file: KernelsFile) -> tuple[frozenset[str], frozenset[str]]:
-    """Kernels that meet a barrier or shuffle, and those that use atomics, through all they call."""
-    found = survey(read(str(file.path), file.device_text))
-    direct: dict[str, set[str]] = {}
-    for item in found.items:
-        words = {t.text for t in item.tokens if t.kind == "name"}
-        for name in item.names:
-            direct.setdefault(name, set()).update(words)
-    for macro in found.source.macros.values():
-        direct.setdefault(macro.name, set()).update(t.text for t in macro.body)
-    cooperative, atomic = set(), set()
-    for kernel in file.kernels:
-        seen: set[str] = set()
-        todo = [kernel]
-        while todo:
-            word = todo.pop()
-            if word not in seen:
-                seen.add(word)
-                todo += direct.get(word, ())
-        if any(w.startswith((*_SYNCHRONISES, "__reduce_")) for w in seen):
-            cooperative.add(kernel)
-        if any(w.startswith("atomic") for w in seen):
-            atomic.add(kernel)
-    return frozenset(cooperative), frozenset(atomic)
-
-
-def host_text(file: KernelsFile, cooperative: frozenset[str]) -> str:
-    """`file.device_text` for the CPU: shared variables made thread-local, kernels made callable.
-
-    Kernels that are not `cooperative` (no barrier or shuffle) become the body of a loop over the
-    block's threads.
-    """
-    text = file.device_text
-    tokens = read(str(file.path), text).tokens
-    out: list[str] = []
-    done = 0
-    depth = 0
-    for i, token in enumerate(tokens):
-        depth += {"{": 1, "}": -1}.get(token.text if token.kind == "punct" else "", 0)
-        if token.text == "__global__" and _kernel_at(tokens, i, file) not in cooperative:
-            out += [text[done : token.start], "SIMT_INLINE "]
-            done = token.start
-        if token.text != "__shared__":
-            continue
-        first = i
-        while tokens[first - 1].text not in (";", "{", "}", ")"):
-            first -= 1
-        last = i
-        while tokens[last].text != ";":
-            if tokens[last].text in ("(", "["):
-                last = matching(tokens, last, str(file.path))
-            last += 1
-        start, end = tokens[first].start, tokens[last].end
-        line = file.device_text.count("\n", file.device_text.index("#line 1 "), start)
-        if depth == 0:
-            raise KernelsError(
-                f"{file.path}:{line}: a __shared__ variable outside a function; "
-                "declare it inside the kernel"
-            )
-        made = _shared_variable(tokens[first : last + 1], f"{file.path}:{line}")
-        out += [text[done:start], made, "\n" * text.count("\n", start, end)]
-        done = end
-    out.append(text[done:])
-    glue = "".join(
-        f"SIMT_KERNEL({name}, simt::thread<{name}>, nullptr)\n"
-        if name in cooperative
-        else f"SIMT_KERNEL({name}, nullptr, simt::block<{name}>)\n"
-        for name in file.kernels
-    )
-    return "".join(out) + '\n#line 1 "kernel table"\n' + glue
-
-
-def _kernel_at(tokens: Sequence[Token], at: int, file: KernelsFile) -> str:
-    """The kernel whose declaration holds the `__global__` at index `at`."""
-    for word, following in itertools.pairwise(tokens[at:]):
-        if following.text == "(" and word.text in file.kernels:
-            return word.text
-    raise KernelsError(f"{file.path}: a __global__ without a function")
-
-
-def _shared_variable(words: Sequence[Token], where: str) -> str:
-    """`__shared__ float m[4];` as a thread-local array and its poison; extern ones as a pointer."""
-    extern = any(w.text == "extern" for w in words)
-    kept = [w for w in words[:-1] if w.text not in ("__shared__", "static", "extern")]
-    parts = split_commas(kept)
-    names = []
-    for part in parts:
-        stop = next((i for i, w in enumerate(part) if w.text == "[" and i > 0), len(part))
-        named = [w for w in part[:stop] if w.kind == "name"]
-        if not named or any(w.text == "=" for w in part):
-            raise KernelsError(f"{where}: this __shared__ declaration is not understood")
-        names.append(named[-1].text)
-    if extern:
-        if len(parts) != 1 or [w.text for w in parts[0][-2:]] != ["[", "]"]:
-            raise KernelsError(f"{where}: extern __shared__ must declare one array, `T name[];`")
-        base: list[str] = []
-        at = 0
-        head = parts[0][:-3]
-        while at < len(head):
-            if head[at].text in ("__align__", "alignas", "__attribute__"):
-                at = matching(head, at + 1, where) + 1
-                continue
-            base.append(head[at].text)
-            at += 1
-        kind = " ".join(base)
-        return f"{kind} *const {names[0]} = ({kind} *)simt::dynamic_shared;"
-    # an alignas in the middle of a declaration is nvcc's own liberty
-    plain = ("__align__" if w.text == "alignas" else w.text for w in kept)
-    spelled = "".join(w + " " if w.isidentifier() else w for w in plain)
-    return f"static __thread {spelled};" + "".join(f" SIMT_POISON({name})" for name in names)
 
 
 # --- comparing memory -----------------------------------------------------------------------------

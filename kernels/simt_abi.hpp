@@ -28,6 +28,8 @@ struct Kernel {
     void (*views)(Views *views);
 };
 
+enum AccessKind { kRead = 0, kWrite = 1, kAtomic = 2 };
+
 // What the kernels' object calls. `line` is the source line of the call.
 struct Api {
     void (*barrier)(Worker *, int line);
@@ -37,6 +39,34 @@ struct Api {
     uint64_t (*exchange)(Worker *, unsigned mask, uint64_t value, unsigned source, int line);
     unsigned (*active)(Worker *);  // lanes of this warp that have not returned
     void (*fault)(Worker *, int line, const char *message);  // ends the launch; does not return
+    // A block's first thread is about to use this shared array (of `element` bytes an element): fill
+    // it with 0xFF. Without an address: the name of the dynamic one.
+    void (*shared)(const char *name, void *address, uint64_t bytes, uint64_t element);
+    // Only from an object compiled to be watched (simt_callbacks.cpp).
+    void (*access)(const volatile void *address, uint64_t bytes, int kind, uint64_t program_counter);
+    void (*fence)();
+};
+
+struct Party {
+    uint64_t program_counter;  // behind the access
+    Index block, thread;
+    int kind;  // AccessKind
+};
+
+// Two accesses to the same bytes that nothing orders, `first` being the one that ran first.
+struct Race {
+    Party first, second;
+    uint64_t allocation;  // where the allocation's data starts; 0 for shared memory
+    uint64_t offset;      // in bytes, in the allocation or the array
+    uint64_t element;     // bytes an element of the shared array
+    uint64_t count;       // how often the same two instructions met so
+    char name[64];        // of the shared array
+};
+
+struct Watch {
+    Race *races;  // room for `capacity`
+    int capacity;
+    int count;
 };
 
 struct Shape {
@@ -46,6 +76,7 @@ struct Shape {
     int schedule;     // 0 benign, 1 reversed, 2 ahead, 3 ahead-reversed, 4 random
     uint64_t seed;
     int workers;
+    Watch *watch;  // look for races, with one worker; nullptr: do not
 };
 
 // kind: 0 no fault, 1 barrier or shuffle, 2 illegal address, 3 arithmetic, 4 trap, assert or bounds

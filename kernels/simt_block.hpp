@@ -2,8 +2,7 @@
 // end. Included by simt_runtime.cpp, which runs blocks on OS threads.
 //
 // A thread runs until its next barrier or shuffle, then another one is picked (pick_fiber: the schedule).
-// So a block's course depends on nothing but the schedule. A happens-before detector would tick its
-// clocks in release_barrier and complete.
+// So a block's course depends on nothing but the schedule.
 #pragma once
 #include <stdarg.h>
 #include <stdint.h>
@@ -16,6 +15,7 @@
 #include "simt_abi.hpp"
 #include "simt_fiber.hpp"
 #include "simt_memory.hpp"
+#include "simt_race.hpp"
 
 namespace simt {
 
@@ -35,6 +35,7 @@ struct Fiber {
 };
 
 struct Warp {
+    unsigned lanes;    // those that there are
     unsigned live;     // lanes that have not returned
     unsigned arrived;  // lanes that wait in exchange()
     unsigned want[32];  // each lane's mask, the lane it reads (32: a vote) and what it gives
@@ -62,6 +63,7 @@ struct Worker {
     unsigned barrier_first;  // thread that reached it first
     int other_line;          // a different barrier that another thread waits at; 0: none
     unsigned other_thread;
+    int deserter;  // a watched thread that returned after some barrier; -1: none
     bool restart;  // the barrier has just opened: schedules start over
     bool inside;   // a fiber is running
     uint64_t generation;
@@ -200,6 +202,14 @@ static void release_barrier(Worker *w) {
         fail(w, 1, w->barrier_line,
              "threads of one block wait at different barriers: thread %u at line %d, thread %u at line %d",
              w->barrier_first, w->barrier_line, w->other_thread, w->other_line);
+    if (w->shape->watch) {
+        if (w->deserter >= 0)
+            fail(w, 1, w->barrier_line,
+                 "a barrier that only %u of the block's %u threads reach: thread %d, for one, took part in "
+                 "an earlier barrier and has ended",
+                 w->live, w->threads, w->deserter);
+        watch_barrier();
+    }
     w->generation++;
     w->arrived = 0;
     w->restart = true;
@@ -246,6 +256,7 @@ static bool complete(Worker *w, Warp &warp, unsigned warp_index, unsigned lane) 
     if ((warp.arrived & need) != need) return false;
     Fiber *fibers = w->fibers + warp_index * 32;
     const int line = warp.line[lane];
+    if (w->shape->watch) watch_warp(warp_index, mask, warp.lanes);
     if (need == 0xFFFFFFFFu) {  // the usual case, in loops that the compiler can vectorise
         unsigned differ = 0;
         for (unsigned i = 0; i < 32; i++)
@@ -300,6 +311,11 @@ static unsigned active(Worker *w) {
     return w->shape->cooperative ? w->warps[w->current / 32].live : 1u;
 }
 
+static void shared_array(const char *name, void *address, uint64_t bytes, uint64_t element) {
+    if (address) memset(address, 0xFF, bytes);
+    track_shared(name, address, bytes, element);
+}
+
 static void kernel_fault(Worker *w, int line, const char *message) { fail(w, 4, line, "%s", message); }
 
 // --- running a block ------------------------------------------------------------------------------
@@ -313,6 +329,7 @@ static void fiber_main() {
     Warp &warp = w->warps[index];
     warp.live &= ~(1u << lane);
     if (w->live == 0) leave(w);
+    if (w->shape->watch && w->generation) w->deserter = int(w->current);
     // A thread that has returned counts as arrived, for barriers and for shuffles (as on sm_70 and later).
     for (unsigned waiting = warp.arrived; waiting; waiting &= waiting - 1) {
         unsigned other = unsigned(__builtin_ctz(waiting));
@@ -375,10 +392,12 @@ static void run_block(Worker *w, uint64_t number) {
     }
     for (unsigned i = 0; i < (n + 31) / 32; i++) {
         unsigned lanes = n - i * 32;
-        w->warps[i].live = lanes >= 32 ? 0xFFFFFFFFu : (1u << lanes) - 1;
+        w->warps[i].lanes = w->warps[i].live = lanes >= 32 ? 0xFFFFFFFFu : (1u << lanes) - 1;
         w->warps[i].arrived = 0;
     }
     w->live = n;
+    w->deserter = -1;
+    if (shape.watch) watch_block(number, *w->views.dynamic_shared);
     w->arrived = 0;
     w->generation = 0;
     w->votes[0][0] = w->votes[0][2] = 0;

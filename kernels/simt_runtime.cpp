@@ -241,7 +241,8 @@ static int start_workers(Pool *pool, int count, bool cooperative) {
     return pool->started < count ? pool->started : count;
 }
 
-static const Api kApi = {barrier, barrier_reduce, exchange, active, kernel_fault};
+static const Api kApi = {barrier,      barrier_reduce, exchange,     active,
+                         kernel_fault, shared_array,   watch_access, watch_fence};
 
 }  // namespace simt
 
@@ -256,7 +257,7 @@ SIMT_VISIBLE int simt_launch(const simt::Kernel *kernel, const simt::Shape *shap
     Pool *pool = pool_of_process();
     pthread_mutex_lock(&pool->launching);
     const uint64_t blocks = uint64_t(shape->grid.x) * shape->grid.y * shape->grid.z;
-    int count = shape->workers;
+    int count = shape->watch ? 1 : shape->workers;
     if (uint64_t(count) > blocks) count = int(blocks);
     count = start_workers(pool, count, shape->cooperative);
     if (count < 1) {
@@ -288,7 +289,13 @@ SIMT_VISIBLE int simt_launch(const simt::Kernel *kernel, const simt::Shape *shap
         pthread_cond_broadcast(&pool->go);
         pthread_mutex_unlock(&pool->mutex);
     }
+    if (shape->watch) {
+        const Worker *w = pool->workers[0];
+        begin_watch(shape, reinterpret_cast<const void *>(kernel->thread), &w->current, w->stacks,
+                    kMaxThreads * (kStackBytes + page_bytes()));
+    }
     work(pool->workers[0], &job);
+    if (shape->watch) end_watch();
     if (count > 1) {
         pthread_mutex_lock(&pool->mutex);
         while (pool->busy) pthread_cond_wait(&pool->done, &pool->mutex);
@@ -310,10 +317,13 @@ SIMT_VISIBLE int simt_launch(const simt::Kernel *kernel, const simt::Shape *shap
 }
 
 SIMT_VISIBLE int simt_allocate(uint64_t size, simt::Allocation *out) {
-    return simt::allocate(size, out) ? 0 : errno ? errno : ENOMEM;
+    if (!simt::allocate(size, out)) return errno ? errno : ENOMEM;
+    simt::track_allocation(*out);
+    return 0;
 }
 
 SIMT_VISIBLE void simt_free(const simt::Allocation *allocation) {
+    simt::forget_allocation(*allocation);
     munmap(allocation->start, allocation->bytes);
 }
 

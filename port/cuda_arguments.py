@@ -1,4 +1,4 @@
-"""A kernel's arguments in memory, laid out once and filled again for every launch."""
+"""A kernel's arguments in memory: laid out once a kernel, written once a launch or graph node."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ _LETTERS = {
 }
 
 
-class Arguments:
-    """cuLaunchKernel's kernelParams for one kernel: the same bytes as `Kernel.pack` makes.
-
-    address: of the array of pointers to the arguments. The driver copies the arguments before a
-    launch returns, so one Arguments serves every launch of its kernel.
-    """
+class Layout:
+    """Where each argument of one kernel lies, as in `Kernel.pack`."""
 
     def __init__(self, kernel: Kernel) -> None:
         """KernelsError if the kernel takes anything but pointers and numbers."""
@@ -45,20 +41,35 @@ class Arguments:
                 )
             offsets.append(struct.calcsize(f"@{letters}0{letter}"))
             letters += letter
-        layout = struct.Struct(f"@{letters}")
-        self._kernel = kernel
-        self._pack_into = layout.pack_into
-        self._storage = ctypes.create_string_buffer(max(layout.size, 1))
+        self.kernel = kernel
+        self.offsets = tuple(offsets)
+        self.struct = struct.Struct(f"@{letters}")
+        self.pointers = ctypes.c_void_p * max(len(offsets), 1)
+
+
+class Arguments:
+    """cuLaunchKernel's kernelParams with values in them: the same bytes as `Kernel.pack` makes.
+
+    address: of the array of pointers to the arguments. The driver copies the arguments before a
+    launch returns, so one Arguments serves any number of launches.
+    """
+
+    def __init__(self, layout: Layout, values: Sequence[int | float]) -> None:
+        """KernelsError if the number of values or a value does not fit the kernel."""
+        self._layout = layout
+        self._storage = ctypes.create_string_buffer(max(layout.struct.size, 1))
         start = ctypes.addressof(self._storage)
-        self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(start + at for at in offsets))
+        self._pointers = layout.pointers(*[start + at for at in layout.offsets])
         self.address = ctypes.addressof(self._pointers)
+        self.fill(values)
 
     def fill(self, values: Sequence[int | float]) -> None:
-        """Write the values. KernelsError if their number or a value does not fit the kernel."""
+        """Write other values. KernelsError if their number or a value does not fit the kernel."""
         try:
-            self._pack_into(self._storage, 0, *values)
+            self._layout.struct.pack_into(self._storage, 0, *values)
         except struct.error as error:
-            takes = ", ".join(parameter.ctype for parameter in self._kernel.parameters)
+            kernel = self._layout.kernel
+            takes = ", ".join(parameter.ctype for parameter in kernel.parameters)
             raise KernelsError(
-                f"{self._kernel.name} takes ({takes}) (got {tuple(values)}): {error}"
+                f"{kernel.name} takes ({takes}) (got {tuple(values)}): {error}"
             ) from None

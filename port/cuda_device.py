@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kernels.lift import KernelsFile, Launch
-from port.cuda_arguments import Arguments
+from port.cuda_arguments import Arguments, Layout
 from port.cuda_nvrtc import EXTRA, compile_kernels, one_line
 from port.device import (
     DeviceError,
@@ -33,6 +33,7 @@ from port.device import (
     MemcpyKind,
     Operation,
     Pointer,
+    gemm_fault,
     raise_incident,
 )
 
@@ -45,7 +46,11 @@ CUBLAS_STATUS_NOT_SUPPORTED = 15
 CUDA_R_16BF = 14
 CUBLAS_COMPUTE_32F = 68
 CUBLAS_GEMM_DEFAULT = -1
-_BF16_BYTES = 2
+
+# Launches, GEMMs and pointers whose checks and packing are remembered, of each at most so many: the
+# live ones of a decode step are some 40, 113 and 70, those of a prefill 100, 1,137 and 40.
+MOST_REMEMBERED = 8192
+MOST_KEPT = 2**20  # bytes of the array uploaded last, which is kept
 
 # Statuses after which the context answers nothing else (CUDA's manual: "the process must be
 # terminated and relaunched").
@@ -64,7 +69,16 @@ class Function:
 
     handle: Any
     line: int
-    arguments: Arguments
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A launch as cuLaunchKernel takes it. `launch` keeps its id from being used again."""
+
+    launch: Launch
+    taken: tuple[Any, ...]
+    arguments: Arguments  # behind the address in `taken`
 
 
 class CudaDevice:
@@ -86,6 +100,13 @@ class CudaDevice:
         self._release = weakref.finalize(self, self._owned.release)
         self._sizes: dict[Pointer, int] = {}
         self._starts: list[Pointer] = []  # sorted
+        # Where the allocation looked up last is, and where that of each pointer seen before ends: a
+        # decode step copies from two buffers to 64 places in the cache.
+        self._ends: dict[Pointer, int] = {}
+        self._last = (0, 0)
+        self._uploaded: np.ndarray | None = None  # the array uploaded last, and its address
+        self._uploaded_from = 0
+        self._launches: dict[int, _Ready] = {}  # by the id of the Launch
         # what cublasGemmEx takes after the handle, for each call that was looked at
         self._gemms: dict[GemmArguments, tuple[int, ...]] = {}
         self._scalars: dict[float, ctypes.c_float] = {}
@@ -117,7 +138,8 @@ class CudaDevice:
         self._sizes.clear()
         self._starts.clear()
         self._functions.clear()
-        self._gemms.clear()
+        self._launches.clear()
+        self._forget_places()
         self._lost = self._lost or "the device is closed"
 
     def own(self, release: Callable[[Any], Any], what: Any) -> None:
@@ -244,10 +266,15 @@ class CudaDevice:
         self._starts = sorted(self._sizes)
         return pointer
 
+    def _forget_places(self) -> None:
+        self._gemms.clear()
+        self._ends.clear()
+        self._last = (0, 0)
+
     def free(self, pointer: Pointer) -> None:
         del self._sizes[pointer]
         self._starts = sorted(self._sizes)
-        self._gemms.clear()
+        self._forget_places()
         self._owned.memory.discard(pointer)
         (status,) = self.driver.cuMemFree(pointer)
         if status:
@@ -255,41 +282,65 @@ class CudaDevice:
 
     def holds(self, pointer: Pointer, count: int) -> bool:
         """Whether `count` bytes from `pointer` lie in one allocation."""
+        start, end = self._last
+        if start <= pointer < end:
+            return pointer + count <= end
+        known = self._ends.get(pointer)
+        return pointer + count <= (self._end_of(pointer) if known is None else known)
+
+    def _end_of(self, pointer: Pointer) -> int:
+        """Where the allocation ends in which `pointer` lies; remembered. -2^64: in none."""
         index = bisect_right(self._starts, pointer) - 1
-        if index < 0:
-            return False
-        start = self._starts[index]
-        return pointer + count <= start + self._sizes[start]
+        start = self._starts[index] if index >= 0 else 0
+        end = start + self._sizes[start] if index >= 0 else 0
+        if not start <= pointer < end:
+            return -(2**64)
+        if len(self._ends) >= MOST_REMEMBERED:
+            self._ends.clear()
+        self._ends[pointer] = end
+        self._last = start, end
+        return end
 
     def memcpy(self, dst: HostOrDevice, src: HostOrDevice, count: int, kind: MemcpyKind) -> None:
         if kind is MemcpyKind.DEVICE_TO_DEVICE:
             to, source = _pointer(dst), _pointer(src)
-            outside = to if not self.holds(to, count) else source
-            inside = self.holds(outside, count)
-        elif kind is MemcpyKind.HOST_TO_DEVICE:
-            to = outside = _pointer(dst)
-            inside, array = self.holds(to, count), host_array(src, count)
-        else:
-            source = outside = _pointer(src)
-            inside, array = self.holds(source, count), host_array(dst, count)
-            if not array.flags.writeable:
-                raise TypeError("the host side must be writeable")
-        if not inside:
-            self.on_incident(
-                Incident(
-                    "memcpy",
-                    f"cudaMemcpy of {count} bytes at {outside:#x}: not inside one allocation",
-                )
-            )
-            return
-        if kind is MemcpyKind.DEVICE_TO_DEVICE:
+            if not self.holds(to, count) or not self.holds(source, count):
+                self._outside(source if self.holds(to, count) else to, count)
+                return
             (status,) = self.driver.cuMemcpyDtoD(to, source, count)
         elif kind is MemcpyKind.HOST_TO_DEVICE:
-            (status,) = self.driver.cuMemcpyHtoD(to, array, count)
+            to, address = _pointer(dst), self._host_address(src, count)
+            if not self.holds(to, count):
+                self._outside(to, count)
+                return
+            (status,) = self.driver.cuMemcpyHtoD(to, address, count)
         else:
+            source, array = _pointer(src), host_array(dst, count)
+            if not array.flags.writeable:
+                raise TypeError("the host side must be writeable")
+            if not self.holds(source, count):
+                self._outside(source, count)
+                return
             (status,) = self.driver.cuMemcpyDtoH(array, source, count)
         if status:
             self._went_wrong(status, "memcpy", f"cudaMemcpy of {count} bytes")
+
+    def _host_address(self, src: HostOrDevice, count: int) -> int:
+        """Of an array's first byte; the last array's is remembered, as one table goes up often."""
+        if src is self._uploaded and self._uploaded.nbytes >= count:
+            return self._uploaded_from
+        array = host_array(src, count)
+        address = array.ctypes.data
+        if array.nbytes <= MOST_KEPT:
+            self._uploaded, self._uploaded_from = array, address
+        return address
+
+    def _outside(self, pointer: Pointer, count: int) -> None:
+        self.on_incident(
+            Incident(
+                "memcpy", f"cudaMemcpy of {count} bytes at {pointer:#x}: not inside one allocation"
+            )
+        )
 
     # --- work -----------------------------------------------------------------------------------
 
@@ -301,26 +352,32 @@ class CudaDevice:
             handle = self.check(
                 self.driver.cuModuleGetFunction(self._module, kernel.encode()), f"find {kernel}"
             )
-            known = Function(handle, source.line, Arguments(source))
+            known = Function(handle, source.line, Layout(source))
             self._functions[kernel] = known
         return known
 
     def launch(self, launch: Launch) -> None:
-        function = self._functions.get(launch.kernel) or self.function(launch.kernel)
-        function.arguments.fill(launch.arguments)
-        (status,) = self._launch(
-            function.handle,
-            *launch.grid,
-            *launch.block,
-            launch.shared,
-            self._stream,
-            function.arguments.address,
-            0,
-        )
+        ready = self._launches.get(id(launch))
+        if ready is None:
+            ready = self._make_ready(launch)
+        (status,) = self._launch(*ready.taken)
         self.last_kernel = launch.kernel
         if status:
             shape = f"<<<{launch.grid}, {launch.block}>>>"
-            self._went_wrong(status, "launch", f"{launch.kernel}{shape}", function.line)
+            line = self.function(launch.kernel).line
+            self._went_wrong(status, "launch", f"{launch.kernel}{shape}", line)
+
+    def _make_ready(self, launch: Launch) -> _Ready:
+        function = self.function(launch.kernel)
+        arguments = Arguments(function.layout, launch.arguments)
+        shape = (*launch.grid, *launch.block, launch.shared)
+        ready = _Ready(
+            launch, (function.handle, *shape, self._stream, arguments.address, 0), arguments
+        )
+        if len(self._launches) >= MOST_REMEMBERED:
+            self._launches.clear()
+        self._launches[id(launch)] = ready
+        return ready
 
     def gemm_ex(
         self,
@@ -343,33 +400,44 @@ class CudaDevice:
 
     def gemm_with(self, handle: int, call: GemmArguments) -> int:
         """The same through another cuBLAS handle."""
-        taken = self._gemms.get(call)
+        taken = self._gemms.get(call) or self._taken(call)
         if taken is None:
-            fault = self._gemm_fault(call)
-            if fault:
-                self.on_incident(Incident("gemm", fault))
-                return CUBLAS_STATUS_INVALID_VALUE
-            transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc = call
-            taken = self._gemms[call] = (
-                transa.value, transb.value, m, n, k, self._scalar(alpha),
-                a, CUDA_R_16BF, lda, b, CUDA_R_16BF, ldb, self._scalar(beta),
-                c, CUDA_R_16BF, ldc, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT,
-            )  # fmt: skip
+            return CUBLAS_STATUS_INVALID_VALUE
         try:
             self._gemm(handle, *taken)
         except self._cublas_error as error:
-            _, _, m, n, k, _, _, lda, _, ldb, _, _, ldc = call
-            status = int(error.status)
-            what = f"cublasGemmEx m={m} n={n} k={k} lda={lda} ldb={ldb} ldc={ldc}"
-            self.synchronize()  # a context that was lost before shows itself here
-            if status not in (CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED):
-                raise DeviceError(
-                    f"cuBLAS failed at {what}: {one_line(error)} (bf16 needs compute capability "
-                    f"8.0, this GPU has {self.major}.{self.minor})"
-                ) from None
-            self.on_incident(Incident("gemm", f"{what}: {one_line(error)}"))
-            return status
+            return self._gemm_failed(error, call)
         return CUBLAS_STATUS_SUCCESS
+
+    def _taken(self, call: GemmArguments) -> tuple[int, ...] | None:
+        """What cublasGemmEx takes for this call, or None and an incident."""
+        transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc = call
+        fault = gemm_fault(self.holds, transa, transb, m, n, k, a, lda, b, ldb, c, ldc)
+        if fault:
+            self.on_incident(Incident("gemm", fault))
+            return None
+        if len(self._gemms) >= MOST_REMEMBERED:
+            self._gemms.clear()
+        taken = self._gemms[call] = (
+            int(transa), int(transb), m, n, k, self._scalar(alpha),
+            a, CUDA_R_16BF, lda, b, CUDA_R_16BF, ldb, self._scalar(beta),
+            c, CUDA_R_16BF, ldc, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT,
+        )  # fmt: skip
+        return taken
+
+    def _gemm_failed(self, error: Any, call: GemmArguments) -> int:
+        """The status, where the device can go on; else DeviceError."""
+        _, _, m, n, k, _, _, lda, _, ldb, _, _, ldc = call
+        status = int(error.status)
+        what = f"cublasGemmEx m={m} n={n} k={k} lda={lda} ldb={ldb} ldc={ldc}"
+        self.synchronize()  # a context that was lost before shows itself here
+        if status not in (CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED):
+            raise DeviceError(
+                f"cuBLAS failed at {what}: {one_line(error)} (bf16 needs compute capability "
+                f"8.0, this GPU has {self.major}.{self.minor})"
+            ) from None
+        self.on_incident(Incident("gemm", f"{what}: {one_line(error)}"))
+        return status
 
     def _scalar(self, value: float) -> int:
         """The address of a float that stays where it is: cuBLAS takes alpha and beta so."""
@@ -377,30 +445,6 @@ class CudaDevice:
         if known is None:
             known = self._scalars[value] = ctypes.c_float(value)
         return ctypes.addressof(known)
-
-    def _gemm_fault(self, call: GemmArguments) -> str | None:
-        """Why cuBLAS, or the memory behind the pointers, would not have this call; None: it would.
-
-        A column-major matrix of r rows and c columns reaches over (c - 1) * ld + r elements.
-        """
-        transa, transb, m, n, k, _, a, lda, b, ldb, _, c, ldc = call
-        a_rows, a_columns = (k, m) if transa is Operation.T else (m, k)
-        b_rows, b_columns = (n, k) if transb is Operation.T else (k, n)
-        if lda < max(1, a_rows) or ldb < max(1, b_rows) or ldc < max(1, m) or min(m, n, k) < 0:
-            return (
-                f"cublasGemmEx rejects m={m} n={n} k={k} lda={lda} ldb={ldb} ldc={ldc}: "
-                f"leading dimensions must be at least {a_rows}, {b_rows} and {m}"
-            )
-        if min(m, n, k) == 0:
-            return None
-        for pointer, rows, columns, stride in (
-            (a, a_rows, a_columns, lda),
-            (b, b_rows, b_columns, ldb),
-            (c, m, n, ldc),
-        ):
-            if not self.holds(pointer, ((columns - 1) * stride + rows) * _BF16_BYTES):
-                return f"cublasGemmEx: the matrix at {pointer:#x} leaves its buffer"
-        return None
 
     def synchronize(self) -> None:
         (status,) = self.driver.cuCtxSynchronize()

@@ -9,6 +9,10 @@ graph: a chain of the very same kernels, copies and cuBLAS calls. From then on i
 single call, after the few arguments that changed (positions, page addresses) were written into it.
 Anything else runs call by call.
 
+While a graph is being asked for again, each call is only compared with the one that it holds: what
+followed the last graph, the last time, is expected to follow it again. The first call that is
+another one ends that, and the calls up to there are looked up like new ones.
+
 What makes two sequences the same: kernels and their shapes, all arguments of the GEMMs, sizes of
 the copies, where uploads go. What may differ: a kernel's arguments, a copy's addresses, the bytes
 that come from the host.
@@ -28,8 +32,10 @@ from kernels.lift import Launch
 from port.cuda_device import CUBLAS_STATUS_SUCCESS, CudaDevice, GemmArguments, host_array
 from port.device import HostOrDevice, Incident, MemcpyKind, Operation, Pointer
 
-SHORTEST = 8  # calls: a shorter sequence is not worth a graph
-LONGEST = 128  # calls: then the GPU gets to work while the engine goes on asking
+# Calls put off at most: few at first, so that the GPU gets to work; then twice as many each time, so
+# that it never has to wait: a call takes it some four times as long as it takes to ask for.
+SHORTEST = 8  # a shorter sequence is not worth a graph
+LONGEST = 128
 NEVER = -(10**9)  # times seen, of a sequence that had an incident: it never becomes a graph
 SEEN_BEFORE = 2  # times that a sequence runs call by call; a prefill's seldom comes three times
 MOST_GRAPHS = 64
@@ -40,9 +46,21 @@ Node: TypeAlias = Any
 
 
 class GemmCall(NamedTuple):
-    """One cublasGemmEx."""
+    """One cublasGemmEx; equal to the plain tuple of its arguments."""
 
-    arguments: GemmArguments
+    transa: Operation
+    transb: Operation
+    m: int
+    n: int
+    k: int
+    alpha: float
+    a: Pointer
+    lda: int
+    b: Pointer
+    ldb: int
+    beta: float
+    c: Pointer
+    ldc: int
 
 
 class CopyCall(NamedTuple):
@@ -95,19 +113,34 @@ class GraphMaker(Protocol):
         """An empty graph, and the address of so many bytes of page-locked host memory (or 0)."""
 
 
+def key_of(call: Call) -> Hashable:
+    """What must be the same for two calls to be one node of a graph."""
+    if isinstance(call, Launch):
+        return call.kernel, call.grid, call.block, call.shared
+    if isinstance(call, CopyCall):
+        return call.size
+    return (call.dst, len(call.data)) if isinstance(call, UploadCall) else call
+
+
 class CallGraph:
-    """A sequence of calls as a graph, and the arguments that it holds at present."""
+    """A sequence of calls as a graph.
+
+    held: the calls with the arguments that it has at present. following: the graph that came after
+    it the last time. started: the last turn in which it was; used: when, among all graphs.
+    """
 
     def __init__(self, maker: GraphMaker, calls: Sequence[Call]) -> None:
         uploaded = sum(len(call.data) for call in calls if isinstance(call, UploadCall))
         self.nodes, staging = maker.new(uploaded)
-        self.started: int | None = None  # the last turn in which it was
-        self._held = list(calls)
+        self.held = list(calls)
+        self.following: CallGraph | None = None
+        self.started: int | None = None
+        self.used = 0
         self._places: list[Node] = []  # a node, or for an upload its address in host memory
         gemms: list[GemmArguments] = []
         for call in calls:
             if isinstance(call, GemmCall):
-                gemms.append(call.arguments)
+                gemms.append(call)
                 self._places.append(None)
                 continue
             self._add_gemms(gemms)
@@ -129,25 +162,30 @@ class CallGraph:
             self.nodes.add_gemms(tuple(gemms))
             gemms.clear()
 
-    def start(self, calls: Sequence[Call], wait: Callable[[CallGraph], None]) -> None:
-        """Run with the arguments of `calls`. `wait`: until it no longer reads its host memory."""
-        held = self._held
-        for index, call in enumerate(calls):
-            old = held[index]
-            if call is old:
-                continue
+    def changes_to(self, calls: Sequence[Call]) -> list[tuple[int, Call]]:
+        """Index and call, where `calls` has other arguments or bytes than the graph."""
+        return [
+            (index, call)
+            for index, (call, old) in enumerate(zip(calls, self.held, strict=True))
+            if call is not old and call != old
+        ]
+
+    def start(self, changes: Sequence[tuple[int, Call]], wait: Callable[[CallGraph], None]) -> None:
+        """Run with these changes. `wait`: until it no longer reads its host memory."""
+        nodes, held, places = self.nodes, self.held, self._places
+        for index, call in changes:
             if isinstance(call, Launch):
-                if isinstance(old, Launch) and call.arguments != old.arguments:
-                    self.nodes.set_kernel(self._places[index], call)
-            elif call == old or isinstance(call, GemmCall):
-                continue
+                nodes.set_kernel(places[index], call)
             elif isinstance(call, CopyCall):
-                self.nodes.set_copy(self._places[index], call.dst, call.src)
-            else:
+                nodes.set_copy(places[index], call.dst, call.src)
+            elif isinstance(call, UploadCall):
                 wait(self)
-                ctypes.memmove(self._places[index], call.data, len(call.data))
+                ctypes.memmove(places[index], call.data, len(call.data))
             held[index] = call
-        self.nodes.start()
+        nodes.start()
+
+
+_NOTHING: tuple[None] = (None,)  # expected: equal to no call
 
 
 class GraphDevice:
@@ -168,11 +206,22 @@ class GraphDevice:
         self.replays = 0
         self.eager = 0
         self._maker = maker
-        self._calls: list[Call] = []
-        self._keys: list[Hashable] = []
-        self._graphs: OrderedDict[Hashable, CallGraph] = OrderedDict()  # least recently used first
+        self._graphs: dict[Hashable, CallGraph] = {}
         self._seen: OrderedDict[Hashable, int] = OrderedDict()  # oldest first
         self._turn = 0  # goes up whenever everything that was started is known to have ended
+        # put off, when no graph is followed
+        self._calls: list[Call] = []
+        self._keys: list[Hashable] = []
+        self._limit = SHORTEST
+        # the graph that is followed: what it holds, up to where it was asked for, and what differs
+        self._graph: CallGraph | None = None
+        self._expected: Sequence[Call | None] = _NOTHING
+        self._at = 0
+        self._changes: list[tuple[int, Call]] = []
+        # the graph started before, since somebody needed a result; and the first one of the last time
+        self._before: CallGraph | None = None
+        self._first: CallGraph | None = None
+        self._at_first = True
 
     @property
     def on_incident(self) -> Callable[[Incident], None]:
@@ -193,20 +242,22 @@ class GraphDevice:
         self.device.close()
 
     def _drop_graphs(self) -> None:
+        self._follow(None)
+        self._before = self._first = None
         for graph in self._graphs.values():
             graph.nodes.close()
         self._graphs.clear()
 
     # --- calls that are put off -----------------------------------------------------------------
 
-    def _put_off(self, call: Call, key: Hashable) -> None:
-        self._calls.append(call)
-        self._keys.append(key)
-        if len(self._calls) == LONGEST:
-            self.flush()
-
     def launch(self, launch: Launch) -> None:
-        self._put_off(launch, (launch.kernel, launch.grid, launch.block, launch.shared))
+        old = self._expected[self._at]
+        if old is launch:
+            self._as_expected()
+        elif isinstance(old, Launch) and key_of(launch) == key_of(old):
+            self._changed(launch, launch.arguments == old.arguments)
+        else:
+            self._put_off(launch)
 
     def gemm_ex(
         self,
@@ -225,22 +276,97 @@ class GraphDevice:
         ldc: int,
     ) -> int:
         call = (transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
-        self._put_off(GemmCall(call), call)
+        if call == self._expected[self._at]:
+            self._as_expected()
+        else:
+            self._put_off(GemmCall(*call))
         return CUBLAS_STATUS_SUCCESS
 
     def memcpy(self, dst: HostOrDevice, src: HostOrDevice, count: int, kind: MemcpyKind) -> None:
-        holds = self.device.holds
-        if isinstance(dst, int) and count > 0 and holds(dst, count):
-            if kind is MemcpyKind.HOST_TO_DEVICE and count <= MOST_UPLOADED:
-                data = host_array(src, count).tobytes()[:count]
-                self._put_off(UploadCall(dst, data), (dst, count))
-                return
-            if kind is MemcpyKind.DEVICE_TO_DEVICE and isinstance(src, int) and holds(src, count):
-                self._put_off(CopyCall(dst, src, count), count)
+        if isinstance(dst, int) and count > 0 and self.device.holds(dst, count):
+            if kind is MemcpyKind.DEVICE_TO_DEVICE:
+                if isinstance(src, int) and self.device.holds(src, count):
+                    self._copy(CopyCall(dst, src, count))
+                    return
+            elif kind is MemcpyKind.HOST_TO_DEVICE and count <= MOST_UPLOADED:
+                self._upload(UploadCall(dst, host_array(src, count).tobytes()[:count]))
                 return
         self.flush()
         self.device.memcpy(dst, src, count, kind)
         if kind is MemcpyKind.DEVICE_TO_HOST:
+            self._turn += 1
+
+    def _copy(self, call: CopyCall) -> None:
+        old = self._expected[self._at]
+        if isinstance(old, CopyCall) and old.size == call.size:
+            self._changed(call, call == old)
+        else:
+            self._put_off(call)
+
+    def _upload(self, call: UploadCall) -> None:
+        old = self._expected[self._at]
+        if isinstance(old, UploadCall) and key_of(old) == key_of(call):
+            self._changed(call, call.data == old.data)
+        else:
+            self._put_off(call)
+
+    def _as_expected(self) -> None:
+        self._at += 1
+        if self._at == len(self._expected):
+            self._replay()
+
+    def _changed(self, call: Call, equal: bool) -> None:
+        """The expected call, but for its arguments; `equal`: these are the same too."""
+        if not equal:
+            self._changes.append((self._at, call))
+        self._as_expected()
+
+    def _put_off(self, call: Call) -> None:
+        """A call that was not expected."""
+        if self._graph is not None:
+            self._leave()
+        self._calls.append(call)
+        self._keys.append(key_of(call))
+        if len(self._calls) >= self._limit:
+            self._end_sequence()
+
+    # --- following a graph ------------------------------------------------------------------------
+
+    def _follow(self, graph: CallGraph | None) -> None:
+        self._graph = graph
+        self._expected = _NOTHING if graph is None else graph.held
+        self._at = 0
+        self._changes = []
+
+    def _leave(self) -> None:
+        """Put off what was asked for of the graph that is followed, and follow it no more."""
+        calls = list(self._graph.held[: self._at]) if self._graph is not None else []
+        for index, call in self._changes:
+            calls[index] = call
+        self._follow(None)
+        self._calls += calls
+        self._keys += map(key_of, calls)
+
+    def _replay(self) -> None:
+        assert self._graph is not None
+        self._start(self._graph, self._changes)
+
+    def _start(self, graph: CallGraph, changes: Sequence[tuple[int, Call]]) -> None:
+        graph.start(changes, self._wait)
+        graph.started = self._turn
+        self.replays += 1
+        graph.used = self.replays
+        if self._before is not None:
+            self._before.following = graph
+        elif self._at_first:
+            self._first = graph
+        self._before, self._at_first = graph, False
+        self._limit = min(2 * self._limit, LONGEST)
+        self._follow(graph.following)
+
+    def _wait(self, graph: CallGraph) -> None:
+        if graph.started == self._turn:
+            self.device.synchronize()
             self._turn += 1
 
     # --- calls that need what was put off ---------------------------------------------------------
@@ -261,35 +387,46 @@ class GraphDevice:
 
     def flush(self) -> None:
         """Start what was put off, without waiting for it."""
+        if self._graph is not None:
+            self._leave()
+        if self._calls:
+            self._end_sequence()
+        self._before, self._at_first = None, True
+        self._limit = SHORTEST
+        self._follow(self._first)
+
+    def _end_sequence(self) -> None:
+        """Start all that was put off: as a graph, if it came often enough."""
         calls, keys = self._calls, tuple(self._keys)
         self._calls, self._keys = [], []
-        if not calls:
-            return
         graph = self._graphs.get(keys)
         if graph is None:
             seen = self._seen.get(keys, 0)
             if len(calls) < SHORTEST or seen < SEEN_BEFORE:
+                self._before, self._at_first = None, False
+                self._limit = min(2 * self._limit, LONGEST)
                 fit = self._run(calls)
                 self._remember(keys, seen + 1 if fit else NEVER)
                 return
             graph = self._make(keys, calls)
-        self._graphs.move_to_end(keys)
-        graph.start(calls, self._wait)
-        graph.started = self._turn
-        self.replays += 1
-
-    def _wait(self, graph: CallGraph) -> None:
-        if graph.started == self._turn:
-            self.device.synchronize()
-            self._turn += 1
+        self._start(graph, graph.changes_to(calls))
 
     def _make(self, keys: Hashable, calls: Sequence[Call]) -> CallGraph:
         if len(self._graphs) >= MOST_GRAPHS:
-            _, oldest = self._graphs.popitem(last=False)
-            self._wait(oldest)
-            oldest.nodes.close()
+            self._drop_oldest()
         graph = self._graphs[keys] = CallGraph(self._maker, calls)
         return graph
+
+    def _drop_oldest(self) -> None:
+        keys = min(self._graphs, key=lambda keys: self._graphs[keys].used)
+        oldest = self._graphs.pop(keys)
+        self._wait(oldest)
+        oldest.nodes.close()
+        self._first = None if self._first is oldest else self._first
+        self._before = None if self._before is oldest else self._before
+        for graph in self._graphs.values():
+            if graph.following is oldest:
+                graph.following = None
 
     def _remember(self, keys: Hashable, times: int) -> None:
         self._seen[keys] = times
@@ -312,7 +449,7 @@ class GraphDevice:
                 if isinstance(call, Launch):
                     device.launch(call)
                 elif isinstance(call, GemmCall):
-                    device.gemm_ex(*call.arguments)
+                    device.gemm_ex(*call)
                 elif isinstance(call, CopyCall):
                     device.memcpy(call.dst, call.src, call.size, MemcpyKind.DEVICE_TO_DEVICE)
                 else:

@@ -100,10 +100,10 @@ class DriverGraph:
 
     def add_kernel(self, launch: Launch) -> _KernelNode:
         driver = self._driver
-        arguments = Arguments(self._device.kernels.kernels[launch.kernel])
-        arguments.fill(launch.arguments)
+        function = self._device.function(launch.kernel)
+        arguments = Arguments(function.layout, launch.arguments)
         params = driver.CUDA_KERNEL_NODE_PARAMS()
-        params.func = self._device.function(launch.kernel).handle
+        params.func = function.handle
         params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
         params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
         params.sharedMemBytes = launch.shared
@@ -174,8 +174,8 @@ class DriverGraph:
 
     def set_copy(self, node: _CopyNode, dst: Pointer, src: Pointer) -> None:
         params = node.params
-        params.dstDevice = self._driver.CUdeviceptr(dst)
-        params.srcDevice = self._driver.CUdeviceptr(src)
+        params.dstDevice = dst
+        params.srcDevice = src
         (status,) = self._driver.cuGraphExecMemcpyNodeSetParams(
             self._executable, node.handle, params, self._device.context
         )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from kernels.lift import Launch
+
+_BF16_BYTES = 2
 
 Pointer: TypeAlias = int
 HostOrDevice: TypeAlias = "int | np.ndarray"
@@ -31,8 +33,8 @@ class MemcpyKind(Enum):
     DEVICE_TO_DEVICE = 3
 
 
-class Operation(Enum):
-    """cublasOperation_t."""
+class Operation(IntEnum):
+    """cublasOperation_t. A whole number, because it is part of keys: an Enum's hash is slow."""
 
     N = 0
     T = 1
@@ -54,6 +56,43 @@ class Incident:
 def raise_incident(incident: Incident) -> None:
     """The default reaction: stop. The harness collects incidents instead and goes on."""
     raise DeviceError(incident.message)
+
+
+def gemm_fault(
+    holds: Callable[[Pointer, int], bool],
+    transa: Operation,
+    transb: Operation,
+    m: int,
+    n: int,
+    k: int,
+    a: Pointer,
+    lda: int,
+    b: Pointer,
+    ldb: int,
+    c: Pointer,
+    ldc: int,
+) -> str | None:
+    """Why cuBLAS, or the memory behind the pointers, would not have this GEMM; None: it would.
+
+    holds: whether so many bytes from a pointer lie in one allocation. A column-major matrix of r
+    rows and c columns reaches over (c - 1) * ld + r elements; an empty one over none.
+    """
+    a_rows, a_columns = (k, m) if transa is Operation.T else (m, k)
+    b_rows, b_columns = (n, k) if transb is Operation.T else (k, n)
+    if lda < max(1, a_rows) or ldb < max(1, b_rows) or ldc < max(1, m) or min(m, n, k) < 0:
+        return (
+            f"cublasGemmEx rejects m={m} n={n} k={k} lda={lda} ldb={ldb} ldc={ldc}: "
+            f"leading dimensions must be at least {a_rows}, {b_rows} and {m}"
+        )
+    for pointer, rows, columns, stride in (
+        (a, a_rows, a_columns, lda),
+        (b, b_rows, b_columns, ldb),
+        (c, m, n, ldc),
+    ):
+        empty = m == 0 or n == 0 or rows == 0 or columns == 0
+        if not empty and not holds(pointer, ((columns - 1) * stride + rows) * _BF16_BYTES):
+            return f"cublasGemmEx: the matrix at {pointer:#x} leaves its buffer"
+    return None
 
 
 class Device(Protocol):

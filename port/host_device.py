@@ -19,6 +19,7 @@ from port.device import (
     MemcpyKind,
     Operation,
     Pointer,
+    gemm_fault,
     raise_incident,
 )
 
@@ -116,32 +117,20 @@ class HostDevice:
         ldc: int,
     ) -> int:
         """A column-major matrix is its transpose in row-major: C' = B' A' on such views."""
-        a_rows, a_columns = (k, m) if transa is Operation.T else (m, k)
-        b_rows, b_columns = (n, k) if transb is Operation.T else (k, n)
-        if lda < max(1, a_rows) or ldb < max(1, b_rows) or ldc < max(1, m) or min(m, n, k) < 0:
-            self.on_incident(
-                Incident(
-                    "gemm",
-                    f"cublasGemmEx rejects m={m} n={n} k={k} lda={lda} ldb={ldb} ldc={ldc}: "
-                    f"leading dimensions must be at least {a_rows}, {b_rows} and {m}",
-                )
-            )
+        fault = gemm_fault(self._holds, transa, transb, m, n, k, a, lda, b, ldb, c, ldc)
+        if fault:
+            self.on_incident(Incident("gemm", fault))
             return CUBLAS_STATUS_INVALID_VALUE
         if m == 0 or n == 0:
             return CUBLAS_STATUS_SUCCESS
-        for pointer, rows, columns, stride in (
-            (a, a_rows, a_columns, lda),
-            (b, b_rows, b_columns, ldb),
-            (c, m, n, ldc),
-        ):
-            if not self._holds(pointer, ((columns - 1) * stride + rows) * _BF16_BYTES):
-                self.on_incident(
-                    Incident("gemm", f"cublasGemmEx: the matrix at {pointer:#x} leaves its buffer")
-                )
-                return CUBLAS_STATUS_INVALID_VALUE
+        a_rows, a_columns = (k, m) if transa is Operation.T else (m, k)
+        b_rows, b_columns = (n, k) if transb is Operation.T else (k, n)
+        c_view = _row_major(c, n, m, ldc)  # (n, m)
+        if k == 0:
+            c_view.copy_(c_view.float() * beta if beta != 0.0 else torch.zeros(n, m))
+            return CUBLAS_STATUS_SUCCESS
         a_view = _row_major(a, a_columns, a_rows, lda)  # (k, m) for N, (m, k) for T
         b_view = _row_major(b, b_columns, b_rows, ldb)  # (n, k) for N, (k, n) for T
-        c_view = _row_major(c, n, m, ldc)  # (n, m)
         left = b_view.T if transb is Operation.T else b_view  # (n, k)
         right = a_view.T if transa is Operation.T else a_view  # (k, m)
         if alpha == 1.0 and beta == 0.0:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.bounds import HEAD, SCALE, TINY, Bound, U
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Recipe, Some, exactly
+from harness.hypotheses.recipe import Recipe, Some
 from harness.hypotheses.registry import base, hypothesis
 from harness.hypotheses.scores import HEADS
 from harness.hypotheses.softmax import float32_range
@@ -412,9 +412,3 @@ def _weighing(weigh: Weigh) -> Callable[[Attention, Evidence], Attention]:
 
 for _name, (_says, _weigh) in WEIGHTS.items():
     hypothesis(_name, axis="weights", ops=ATTENTION, says=_says)(_weighing(_weigh))
-
-
-@hypothesis("zeros", axis="all", ops=ATTENTION, alone=True)
-def _zeros(recipe: Attention, evidence: Evidence) -> Recipe:
-    """nothing but zeros"""
-    return exactly(torch.zeros_like(evidence.real))

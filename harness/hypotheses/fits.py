@@ -42,6 +42,7 @@ def plain(test: Test) -> Iterator[Fit]:
     if test.integral:
         return
     yield from _partly_written(test)
+    yield from _zeros(test)
     yield from _equals(test)
 
 
@@ -159,6 +160,11 @@ def _span(what: str, chosen: Tensor) -> str:
     if last - first + 1 != len(index):
         return f"{len(index):,} {what}s"
     return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+
+
+def _zeros(test: Test) -> Iterator[Fit]:
+    if not bool(test.value.any()):
+        yield Fit("zeros", "nothing but zeros, as from an operand of zeros,")
 
 
 # --- other tensors --------------------------------------------------------------------------------
@@ -409,7 +415,8 @@ def _one_eps(test: Test) -> Iterator[Fit]:
 def every_name() -> Sequence[str]:
     """The names that fits may give."""
     return (
-        *("never written", "written elsewhere", "partly written", "equals another tap"),
+        *("never written", "written elsewhere", "partly written", "zeros"),
+        "equals another tap",
         *("equals an earlier step", "rows exchanged", "heads exchanged", "queries exchanged"),
         *("pages exchanged", "wrong rows", "wrong heads", "wrong queries", "constant ratio"),
         *("other eps", "ratio per row", "ratio per channel", "ratio per head"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.bounds import TINY, Bound, U, bound_of
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Added, Elsewhere, Recipe, Some, exactly
+from harness.hypotheses.recipe import Added, Elsewhere, Recipe, Some
 from harness.hypotheses.registry import base, hypothesis
 from harness.hypotheses.weights import read_as_bf16, same_shape
 from reference import ops as reference
@@ -132,12 +132,6 @@ def _reinterpreted(recipe: Linear, evidence: Evidence) -> Iterator[tuple[str, Li
     yield "fp16", replace(recipe, take=fp16)
     if own(torch.zeros(1, dtype=torch.int64)).shape[1] % 2 == 0:
         yield "fp32", replace(recipe, take=fp32)
-
-
-@hypothesis("zeros", axis="all", ops=GEMMS, alone=True)
-def _zeros(recipe: Linear, evidence: Evidence) -> Recipe:
-    """nothing but zeros, as from a weight or an activation of zeros,"""
-    return exactly(torch.zeros(recipe.x.shape[0], recipe.out, dtype=torch.float64))
 
 
 # --- factor and terms -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.bounds import TINY, Bound, U
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Recipe, Some, exactly, flat_bound
+from harness.hypotheses.recipe import Recipe, Some, flat_bound
 from harness.hypotheses.registry import base, hypothesis
 from harness.hypotheses.weights import read_as_bf16, same_shape
 from reference.rounding import round_to_bf16
@@ -330,9 +330,3 @@ def _reinterpreted(recipe: Norm, evidence: Evidence) -> Iterator[tuple[str, Norm
     """{} weights read as bf16"""
     for kind, read in read_as_bf16(recipe.weight.to(torch.bfloat16)):
         yield kind, replace(recipe, weight=read.to(torch.float64))
-
-
-@hypothesis("zeros", axis="all", ops=NORMS, alone=True)
-def _zeros(recipe: Norm, evidence: Evidence) -> Recipe:
-    """nothing but zeros"""
-    return exactly(torch.zeros_like(recipe.x))

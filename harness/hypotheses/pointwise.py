@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.bounds import TINY, Bound, U
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Recipe, Some, exactly, flat_bound
+from harness.hypotheses.recipe import Recipe, Some, flat_bound
 from harness.hypotheses.registry import base, hypothesis
 from reference.rounding import round_to_bf16
 
@@ -195,9 +195,3 @@ SUMS: Final[dict[str, tuple[str, Function]]] = {
 
 for _name, (_says, _compute) in SUMS.items():
     hypothesis(_name, axis="compute", ops=RESIDUALS, says=_says)(_computing(_compute))
-
-
-@hypothesis("zeros", axis="compute", ops=(*SWIGLU, *RESIDUALS), alone=True)
-def _zeros(recipe: Pointwise, evidence: Evidence) -> Recipe:
-    """nothing but zeros"""
-    return exactly(torch.zeros_like(recipe.first))

@@ -238,9 +238,10 @@ class Test:
 
     def survives(self, recipe: Recipe) -> bool:
         """Whether the sampled elements are possible: two, then a few, then all of the sample."""
-        return all(self._possible_at(stage, recipe) for stage in self.stages)
+        return all(self.all_possible(recipe, stage) for stage in self.stages)
 
-    def _possible_at(self, flat: Tensor, recipe: Recipe) -> bool:
+    def all_possible(self, recipe: Recipe, flat: Tensor) -> bool:
+        """Whether the elements at flat indices are possible under a recipe."""
         real, b = recipe.some(flat)
         value = self.value[flat]
         if self.integral:

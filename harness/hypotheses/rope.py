@@ -73,7 +73,8 @@ class Rope(Recipe):
         else:
             pair, second, apart = place % half, place >= half, half
         first_at = column - np.where(second, apart, 0)
-        cos, sin, cos_off, sin_off, error = self._turn(row, column // self.head, pair)
+        with np.errstate(invalid="ignore"):  # what is infinite in fp16 gives NaN
+            cos, sin, cos_off, sin_off, error = self._turn(row, column // self.head, pair)
         x1, x2 = x[row, first_at], x[row, first_at + apart]
         own, mixed = np.where(second, x2, x1), np.where(second, x1, x2)
         sign = np.where(second, self.signs[1], self.signs[0])
@@ -108,8 +109,7 @@ class Rope(Recipe):
         if self.narrow_angle is not None:
             error = np.abs(angle) * (8 * U) + off
             angle, off = _between(self.narrow_angle, angle, error)
-        with np.errstate(invalid="ignore"):  # a position may have become infinite in fp16
-            cos, sin = np.cos(angle), np.sin(angle)
+        cos, sin = np.cos(angle), np.sin(angle)
         if self.swap:
             cos, sin = sin, cos
         error = np.abs(angle) * (8 * U) + 4 * U + off

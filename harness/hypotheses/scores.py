@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.bounds import HEAD, SCALE, TINY, Bound, U, bound_of
 from harness.hypotheses.evidence import Evidence
-from harness.hypotheses.recipe import Elsewhere, Recipe, Some, exactly
+from harness.hypotheses.recipe import Elsewhere, Recipe, Some
 from harness.hypotheses.registry import base, hypothesis
 
 SCORES: Final = ("scores",)
@@ -238,9 +238,3 @@ def _head_by_head(recipe: Weighted, evidence: Evidence) -> Recipe | None:
         return None
     source = torch.arange(n * width).reshape(n, -1, HEAD).transpose(0, 1).reshape(n, width)
     return Elsewhere(recipe, source.contiguous())
-
-
-@hypothesis("zeros", axis="all", ops=(*SCORES, *ATTN_V), alone=True)
-def _zeros(recipe: Recipe, evidence: Evidence) -> Recipe:
-    """nothing but zeros"""
-    return exactly(torch.zeros_like(evidence.real))

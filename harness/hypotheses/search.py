@@ -20,6 +20,7 @@ from harness.hypotheses.registry import Hypothesis, base_recipe, hypotheses_of
 from harness.result import Diagnosis
 
 _DEPTH = {"q_rope": 3, "k_rope": 3, "mask": 3}  # elsewhere 2: each further change is dearer
+_SHOWN = 3  # further forms of a hypothesis that a sentence spells out
 _DEEP = frozenset(  # axes of which three may be wrong together
     ("pairing", "frequencies", "position", "rotation", "hidden", "row", "address")
 )
@@ -48,8 +49,10 @@ def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
         for size in range(2, _DEPTH.get(evidence.op, 2) + 1):
             found = found or _search(test, size)
         found = found or _fitted(fits.of_many_numbers(test))
-        unique = dict.fromkeys(found)
-        return tuple(Diagnosis(" + ".join(f.names), _sentence(test, f)) for f in unique)
+        forms: dict[str, list[Finding]] = {}
+        for finding in dict.fromkeys(found):
+            forms.setdefault(" + ".join(finding.names), []).append(finding)
+        return tuple(Diagnosis(name, _sentence(test, some)) for name, some in forms.items())
 
 
 @contextmanager
@@ -95,23 +98,34 @@ def _combinations(
                 yield (each.name, *names), (phrase, *phrases), made
 
 
-def _sentence(test: Test, finding: Finding) -> str:
-    evidence = test.evidence
+def _sentence(test: Test, forms: list[Finding]) -> str:
+    """One statement for all forms in which a hypothesis explains: the first, then the rest."""
+    evidence, first = test.evidence, forms[0]
     where = f"; upstream {evidence.upstream}" if evidence.upstream else ""
-    if finding.whole is not None:
-        return f"{evidence.phase} {evidence.op}: {finding.whole}{where}"
-    what = " with ".join((" and ".join(finding.phrases[:-1]), finding.phrases[-1]))
-    what = what.removeprefix(" with ")
-    elements = evidence.got.size
-    nan = 0
-    if not test.integral:
-        nan = int(np.count_nonzero(torch.isnan(test.value).numpy()))
+    start = f"{evidence.phase} {evidence.op}: "
+    if first.whole is not None:
+        return f"{start}{first.whole}{where}"
+    others = [_joined(finding) for finding in forms[1:]]
+    so_do = f" (so do {'; '.join(others[:_SHOWN])}" if others else ""
+    if len(others) > _SHOWN:
+        so_do += f"; and {len(others) - _SHOWN} more forms of this"
+    so_do += ")" if others else ""
+    return f"{start}{_joined(first)} {_effect(test)}{so_do}{where}"
+
+
+def _joined(finding: Finding) -> str:
+    """Such as "adjacent pairing with plain frequencies and a position one too far"."""
+    first, *rest = (phrase.rstrip(",") for phrase in finding.phrases)
+    return f"{first} with {' and '.join(rest)}" if rest else finding.phrases[0].rstrip(",")
+
+
+def _effect(test: Test) -> str:
+    elements = test.evidence.got.size
+    nan = 0 if test.integral else int(np.count_nonzero(torch.isnan(test.value).numpy()))
     if nan == elements:
-        effect = f"gives all {nan:,} NaN"
-    elif nan:
-        effect = f"gives exactly these {nan:,} NaN and makes the other {elements - nan:,} possible"
-    elif elements == 1:
-        effect = "makes the element possible"
-    else:
-        effect = f"makes all {elements:,} elements possible"
-    return f"{evidence.phase} {evidence.op}: {what.rstrip(',')} {effect}{where}"
+        return f"gives NaN in all {nan:,} elements"
+    if nan:
+        return f"gives exactly these {nan:,} NaN and makes the other {elements - nan:,} possible"
+    if elements == 1:
+        return "makes the element possible"
+    return f"makes all {elements:,} elements possible"

@@ -10,7 +10,9 @@ from harness.result import Culprit
 from harness.taps import OPS
 
 # Options of `compare` that say where to look or how to report: the new command sets its own.
-_WITH_VALUE: Final = frozenset({"--layer", "--phase", "--op", "--steps", "--format", "-o"})
+_WITH_VALUE: Final = frozenset(
+    {"--layer", "--phase", "--op", "--steps", "--format", "-o", "--explain"}
+)
 _FLAGS: Final = frozenset({"--fail-fast", "-v", "-q"})
 
 

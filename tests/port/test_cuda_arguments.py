@@ -7,7 +7,7 @@ import pytest
 
 from kernels.errors import KernelsError
 from kernels.lift import Kernel, lift, lift_text
-from port.cuda_arguments import Arguments
+from port.cuda_arguments import Arguments, Layout
 
 
 def read(kernel: Kernel, address: int) -> list[bytes]:
@@ -23,7 +23,7 @@ def read(kernel: Kernel, address: int) -> list[bytes]:
 @pytest.mark.parametrize("name", sorted(lift().kernels))
 def test_every_kernels_arguments_are_those_of_pack(name: str) -> None:
     kernel = lift().kernels[name]
-    arguments = Arguments(kernel)
+    arguments = Arguments(Layout(kernel), [0] * len(kernel.parameters))
     for turn in (1, 2):  # the second fill must leave nothing of the first
         values = [
             (0x7F00_1234_5678 + 8 * i) * turn if parameter.pointer else -turn - i
@@ -40,9 +40,8 @@ def test_mixed_sizes_are_aligned_as_pack_has_them() -> None:
         "void call(bool a, double b, int c, float *d, float e) { k<<<1, 1>>>(a, b, c, d, e); }\n"
     )
     kernel = lift_text(text, Path("k.cu")).kernels["k"]
-    arguments = Arguments(kernel)
     values = (True, 0.1, -7, 0xFFFF_0000_0001, 2.5)
-    arguments.fill(values)
+    arguments = Arguments(Layout(kernel), values)
     packed = kernel.pack(values)
     assert read(kernel, arguments.address) == read(kernel, packed.address)
 
@@ -50,6 +49,6 @@ def test_mixed_sizes_are_aligned_as_pack_has_them() -> None:
 def test_a_wrong_number_or_value_of_arguments_is_an_error_of_the_kernels_file() -> None:
     kernel = lift().kernels["residualKernel"]
     with pytest.raises(KernelsError, match=r"residualKernel takes \(__nv_bfloat16\*, .*got \(1,\)"):
-        Arguments(kernel).fill((1,))
+        Arguments(Layout(kernel), (1,))
     with pytest.raises(KernelsError, match="residualKernel takes"):
-        Arguments(kernel).fill((1, 2.5))
+        Arguments(Layout(kernel), (1, 2.5))
