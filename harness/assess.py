@@ -13,6 +13,7 @@ from harness.bounds import bound_of
 from harness.equivalents import equivalents_of
 from harness.memory import Change
 from harness.probe import Case, Observation
+from harness.races import Found, diagnoses, found_in, is_race
 from harness.result import MODEL_INPUT, Result, Stray
 from harness.taps import DECODE, PREFILL
 from harness.verdict import Judgement, judge
@@ -22,11 +23,12 @@ _N = TypeVar("_N", int, float)
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the report, the strays seen with it, and the observations that it stands for."""
+    """A row of the report, what was seen with it, and the observations that it stands for."""
 
     result: Result
     strays: tuple[Stray, ...]
     observations: tuple[Observation, ...]
+    races: tuple[Found, ...] = ()
 
 
 def rows_of(observations: Iterable[Observation]) -> list[Row]:
@@ -71,6 +73,12 @@ def _row(observation: Observation) -> Row:
         noise_floor=noise_floor(case),
         note="; ".join(filter(None, (judgement.note, _incident_note(observation)))) or None,
     )
+    races = found_in(observation.incidents, result.phase, result.step, result.layer, result.op)
+    if races and result.failed():
+        notes = [result.note, *(each.race.sentence for each in races)]
+        result = replace(result, note="; ".join(filter(None, notes)))
+    elif races:
+        result = replace(result, verdict="race", diagnosis=diagnoses(races))
     strays = tuple(
         Stray(result.phase, result.step, result.layer, result.op, _stray_sentence(change))
         for change in observation.changes
@@ -79,7 +87,7 @@ def _row(observation: Observation) -> Row:
         for incident in observation.incidents
         if incident.kind == "guard"
     )
-    return Row(result, strays, (observation,))
+    return Row(result, strays, (observation,), races)
 
 
 def place_of(case: Case) -> Result:
@@ -133,7 +141,7 @@ def relative_l2(value: torch.Tensor, want: torch.Tensor) -> float | None:
 
 
 def _incident_note(observation: Observation) -> str | None:
-    messages = dict.fromkeys(incident.message for incident in observation.incidents)
+    messages = dict.fromkeys(each.message for each in observation.incidents if not is_race(each))
     return "; ".join(messages) or None
 
 
@@ -165,6 +173,7 @@ def _merged(rows: Sequence[Row]) -> Row:
         merged,
         tuple(stray for row in rows for stray in row.strays),
         tuple(observation for row in rows for observation in row.observations),
+        tuple(found for row in rows for found in row.races),
     )
 
 

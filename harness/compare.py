@@ -18,6 +18,7 @@ from harness.assess import Row
 from harness.isolated import Isolated
 from harness.progress import Progress
 from harness.propagated import Propagated
+from harness.races import told_once
 from harness.request import CompareRequest
 from harness.result import Report, Result, Tokens
 from harness.session import Session
@@ -50,6 +51,7 @@ def compare(
         mode=request.mode,
         repairs=request.repairs,
         results=[row.result for row in selected],
+        races=told_once(found for row in selected for found in row.races),
         strays=[stray for row in selected for stray in row.strays],
         tokens=tokens,
         seconds=time.perf_counter() - started,

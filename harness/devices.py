@@ -8,11 +8,14 @@ from kernels.lift import KernelsFile
 from port.device import Device, DeviceError
 
 
-def open_device(name: str, kernels: KernelsFile, graph: bool = False) -> Device:
+def open_device(
+    name: str, kernels: KernelsFile, graph: bool = False, races: bool = False
+) -> Device:
     """ "host", "cuda", or "auto": cuda where a GPU answers, else host.
 
-    graph: let CUDA graphs replay repeated calls. Raises DeviceError for a device that is not there
-    or lacks a piece; where "auto" finds a GPU but lacks a piece, standard error says so.
+    graph: let CUDA graphs replay repeated calls. races: look for races, on the host only.
+    Raises DeviceError for a device that is not there or lacks a piece; where "auto" finds a GPU but
+    lacks a piece, standard error says so.
     """
     from port.cuda_device import CudaDevice, why_no_gpu
 
@@ -33,4 +36,4 @@ def open_device(name: str, kernels: KernelsFile, graph: bool = False) -> Device:
         raise DeviceError("--graph needs a GPU (got none); drop it")
     from port.host_device import HostDevice
 
-    return HostDevice(kernels)
+    return HostDevice(kernels, races=races)

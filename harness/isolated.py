@@ -18,6 +18,7 @@ from harness.battery_cases import BatteryPass
 from harness.context import diagnoses_of
 from harness.control import ControlRecorder, control_results, plan
 from harness.probe import Case, Event, Probe
+from harness.races import schedules
 from harness.session import Session
 from harness.taps import LAYERLESS
 from harness.walk import Walk
@@ -34,7 +35,7 @@ class Isolated:
         self._plan = plan(
             session.prompts, session.forced, layers=session.checkpoint.layers, steps=session.steps
         )
-        self._probe = Probe(session.engine, session.forced.ids)
+        self._probe = Probe(session.engine, session.forced.ids, schedules(self._request.schedules))
         self._diagnosed: set[tuple[str, str]] = set()  # (phase, op)
 
     def rows(self) -> list[Row]:

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from harness.memory import Change, Memory, Region
+from harness.races import difference
 from harness.taps import DECODE, PREFILL, Tap
 from port import main as engine_main
 from port.device import Incident
+from port.host_device import HostDevice
 from port.main import Engine
 from port.observer import Observer
 from reference.rounding import bf16_bits, round_to_bf16
@@ -98,15 +100,23 @@ class Probe(Observer):
     """Feed it cases, run the engine, take its observations.
 
     forced: the k-th token chosen for slot s is forced[s][k] (wrapping), whatever argmax found.
-    control: takes down the control flow of the next run, if given.
+    schedules: each op that launches a kernel runs once more under each of them, and what it writes
+    must be the same bits (host device only). control: takes down the control flow of the next run,
+    if given.
     """
 
-    def __init__(self, engine: Engine, forced: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        forced: Sequence[Sequence[int]] | None = None,
+        schedules: Sequence[str] = (),
+    ) -> None:
         self.memory = Memory(engine)
         self.engine = engine
         self.observations: list[Observation] = []
         self.control: ControlRecorder | None = None
         self._forced = forced
+        self._schedules = schedules
         self._cases: dict[tuple[str, int, str, int | None], Case] = {}
         self._incidents: list[Incident] = []
         self._phase, self._counts = PREFILL, {PREFILL: 0, DECODE: 0}
@@ -132,6 +142,8 @@ class Probe(Observer):
         self._emitted.clear()
         self._incidents.clear()
         self.observations = []
+        if self._schedules:
+            self._host().schedule = "benign"
 
     def finish(self) -> list[Observation]:
         """All observations. A case whose op never ran, though its event took place, has `got` None;
@@ -208,11 +220,8 @@ class Probe(Observer):
             self.memory.watch(["kv_cache"])
             self._cache_moved = False
         tables = self._control_inputs()
-        for case in cases:
-            self._inject(case)
-            if not case.tap.in_place:
-                self.memory.poison(outputs[case.tap.op])
-        self._incidents.clear()
+        self._prepare(cases, outputs)
+        launches = self._launches()
         yield
         if cases[0].tap.output == "kv_cache":
             outputs = {case.tap.op: self._written_pages(case) for case in cases}
@@ -222,6 +231,19 @@ class Probe(Observer):
             self.memory.accept(outputs[case.tap.op])
             self.memory.accept(self._on_the_way(case))
         changes = tuple(self.memory.changes())
+        incidents = {case.tap.op: list(self._incidents) for case in cases}
+        if self._launches() != launches:
+            for schedule in self._schedules:
+                self._prepare(cases, outputs)
+                self._host().schedule = schedule
+                yield
+                self._host().schedule = "benign"
+                for case in cases:
+                    op = case.tap.op
+                    told = incidents[op]
+                    told += self._other_turn(schedule, case, outputs[op], after[op], told)
+                    self.memory.accept([*outputs[op], *self._on_the_way(case)])
+                self.memory.changes()
         for region, contents in tables:
             self.memory.write(region, contents)
         for case in cases:
@@ -234,9 +256,41 @@ class Probe(Observer):
                     before=before[op].view(np.uint16).reshape(shape),
                     unchanged=bool(np.array_equal(before[op], after[op])),
                     changes=changes,
-                    incidents=tuple(self._incidents),
+                    incidents=tuple(incidents[op]),
                 )
             )
+
+    def _prepare(self, cases: Sequence[Case], outputs: Mapping[str, Sequence[Region]]) -> None:
+        """The inputs of these cases, and poison where they shall write."""
+        for case in cases:
+            self._inject(case)
+            if not case.tap.in_place:
+                self.memory.poison(outputs[case.tap.op])
+        self._incidents.clear()
+
+    def _host(self) -> HostDevice:
+        device = self.engine.device
+        assert isinstance(device, HostDevice), "schedules are the host's"
+        return device
+
+    def _launches(self) -> int:
+        return self._host().launches if self._schedules else 0
+
+    def _other_turn(
+        self,
+        schedule: str,
+        case: Case,
+        regions: Sequence[Region],
+        benign: np.ndarray,
+        known: Sequence[Incident],
+    ) -> list[Incident]:
+        """What an op did under another schedule that it did not do before. benign: its bytes."""
+        shape = tuple(case.real.shape)
+        bits = [each.view(np.uint16).reshape(shape) for each in (benign, self._bytes(regions))]
+        changed = difference(schedule, case.tap.op, *bits)
+        kinds = {incident.kind for incident in known}
+        told = [each for each in self._incidents if each.kind not in kinds]
+        return told if changed is None else [changed, *told]
 
     def _watched_argmax(self, case: Case) -> Iterator[None]:
         """Its result goes nowhere but to `token`, which the engine calls after this op."""

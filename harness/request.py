@@ -59,6 +59,8 @@ class CompareRequest:
     kernels: Path | None = None
     repairs: tuple[str, ...] = ()
     battery: bool = True
+    races: bool = False
+    schedules: int = 0
     strict: bool = False
     fail_fast: bool = False
     explain: str | None = None
@@ -80,7 +82,20 @@ class CompareRequest:
             check_op(self.explain)
             if self.output.format != "text":
                 raise UsageError(f"--explain needs --format text (got {self.output.format})")
+        self._check_races()
         self._check_prompts()
+
+    def _check_races(self) -> None:
+        if self.schedules < 0:
+            raise UsageError(f"--schedules must be 1 or more (got {self.schedules})")
+        for option, on in (("--races", self.races), ("--schedules", self.schedules > 0)):
+            if on and self.device == "cuda":
+                raise UsageError(
+                    f"{option} needs --device host (got cuda); on a GPU run compute-sanitizer "
+                    "--tool racecheck"
+                )
+            if on and self.mode != "isolated":
+                raise UsageError(f"{option} needs --mode isolated (got {self.mode}); drop one")
 
     def _check_prompts(self) -> None:
         if self.prompt is not None and self.prompt_ids is not None:
@@ -124,7 +139,9 @@ class CompareRequest:
             words += ["--prompt", text]
         if self.repairs:
             words += ["--repair", ",".join(self.repairs)]
-        flags = {"--no-battery": not self.battery, "--strict": self.strict}
+        if self.schedules:
+            words += ["--schedules", str(self.schedules)]
+        flags = {"--no-battery": not self.battery, "--races": self.races, "--strict": self.strict}
         flags["--fail-fast"] = self.fail_fast
         words += [flag for flag, on in flags.items() if on]
         return shlex.join(["python", "-m", "harness", "compare", *words])
@@ -206,6 +223,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(MODES),
         help="isolated blames an op; propagated lets errors run on (default isolated)",
     )
+    how.add_argument(
+        "--races",
+        action="store_true",
+        help="find accesses to memory that no barrier orders (on the CPU)",
+    )
+    how.add_argument(
+        "--schedules",
+        type=_count,
+        default=0,
+        metavar="K",
+        help="run each kernel in K more orders of its threads, and compare bits (on the CPU)",
+    )
     how.add_argument("--strict", action="store_true", help="harmless variants count as failures")
     how.add_argument("--fail-fast", action="store_true", help="stop at the first op that fails")
     how.add_argument(
@@ -234,6 +263,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_common(parser)
 
 
+def _count(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,3}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 to 9999 (got {text!r})")
+    return int(text)
+
+
 def from_args(args: argparse.Namespace) -> CompareRequest:
     """The request that the parsed options make."""
     layers, all_layers = args.layer
@@ -254,6 +289,8 @@ def from_args(args: argparse.Namespace) -> CompareRequest:
         kernels=options.kernels_of(args),
         repairs=parse_repairs(args.repair),
         battery=args.battery,
+        races=args.races,
+        schedules=args.schedules,
         strict=args.strict,
         fail_fast=args.fail_fast,
         explain=args.explain,

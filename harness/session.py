@@ -40,7 +40,9 @@ class Session:
         self.prompts: Sequence[Sequence[int]] = request.prompt_ids or CHAT_PROMPTS[:BATCH_SIZE]
         self.forced = forced_tokens(request.decode_ids, CHAT_PROMPTS, BATCH_SIZE)
         self.steps = request.steps if DECODE in request.phases else 0
-        device = open_device(request.device, self.kernels)
+        # Only the host's executor can look at every access, or choose in which order threads run.
+        name = "host" if request.races or request.schedules else request.device
+        device = open_device(name, self.kernels, races=request.races)
         file = model_file(self.checkpoint)
         self.engine = Engine(
             device,

@@ -39,6 +39,11 @@ class RaceReport:
     parted: bool = False
 
     @property
+    def within_block(self) -> bool:
+        """Whether it was one block's own threads that raced."""
+        return self.first.block == self.second.block
+
+    @property
     def line(self) -> int | None:
         """The kernels file's line of the second access, if it is there."""
         place = self.second.place
@@ -62,7 +67,7 @@ class RaceReport:
     def remedy(self) -> str:
         """Why it is a race and what to do about it."""
         first, second = self.first.place, self.second.place
-        if self.first.block != self.second.block:
+        if not self.within_block:
             return (
                 f"nothing orders two blocks of one launch, and they share {self.array}; give each "
                 "its own part, use atomics, or split the kernel in two."
@@ -81,7 +86,7 @@ class RaceReport:
     def _who(self, access: Access) -> str:
         x, y, z = access.thread
         who = f"thread {x}" if y == z == 0 else f"thread ({x}, {y}, {z})"
-        if self.first.block == self.second.block:
+        if self.within_block:
             return who
         return f"{who} of block {access.block}"
 

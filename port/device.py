@@ -45,12 +45,14 @@ class Incident:
     """A call that the device refused or that went wrong, as upstream (which ignores every status)
     would never see it.
 
-    kind: "guard" (a write outside every buffer), "launch", "memcpy" or "gemm".
+    kind: "guard" (a write outside every buffer), "launch", "memcpy" or "gemm"; from a device that
+    looks for them "race" and "block-race" (between two blocks). remedy: what to do, where known.
     """
 
     kind: str
     message: str
     line: int | None = None
+    remedy: str | None = None
 
 
 def raise_incident(incident: Incident) -> None:

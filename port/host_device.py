@@ -33,14 +33,16 @@ class HostDevice:
 
     Memory is real host memory, so a pointer is an address. Fresh memory reads as NaN (0xFF bytes)
     and costs nothing until it is written; guard zones on both sides of an allocation are checked
-    after each launch.
+    after each launch. schedule: in which order a kernel's threads run. races: look for accesses
+    that no barrier orders.
     """
 
     name = "host"
 
-    def __init__(self, kernels: KernelsFile, schedule: str = "benign") -> None:
+    def __init__(self, kernels: KernelsFile, schedule: str = "benign", races: bool = False) -> None:
         self.on_incident: Callable[[Incident], None] = raise_incident
-        self._executor = Executor(kernels, schedule)
+        self.launches = 0  # so far
+        self._executor = Executor(kernels, schedule, races=races)
         self._sizes: dict[Pointer, int] = {}
         self._starts: list[Pointer] = []  # sorted
 
@@ -92,13 +94,26 @@ class HostDevice:
                 addresses.append(side)
         ctypes.memmove(addresses[0], addresses[1], count)
 
+    @property
+    def schedule(self) -> str:
+        """As kernels.simt.Executor's; may be changed between launches."""
+        return self._executor.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: str) -> None:
+        self._executor.schedule = schedule
+
     def launch(self, launch: Launch) -> None:
+        self.launches += 1
         try:
             self._executor.launch(launch)
         except LaunchError as error:
             self.on_incident(Incident("launch", str(error), error.line))
         for damage in self._executor.damaged_guards():
             self.on_incident(Incident("guard", f"{launch.kernel} wrote outside: {damage}"))
+        for race in self._executor.take_races():
+            kind = "race" if race.within_block else "block-race"
+            self.on_incident(Incident(kind, race.sentence, race.line, race.remedy))
 
     def gemm_ex(
         self,

@@ -12,7 +12,7 @@ from harness.hypotheses import fits, registry
 
 _FAMILIES = (
     *("rope", "norm", "gemm", "scores", "attention", "mask", "softmax", "pointwise", "copies"),
-    *("operands", "store"),  # after the others: they serve every op that has a recipe
+    *("split", "operands", "store"),  # after the others: they serve every op that has a recipe
 )
 
 for _family in _FAMILIES:

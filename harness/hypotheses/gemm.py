@@ -45,13 +45,17 @@ class Linear(Recipe):
     alpha: float = 1.0
     part: slice = field(default_factory=lambda: slice(None))
 
-    def some(self, flat: Tensor) -> Some:
+    def products(self, flat: Tensor) -> Tensor:
+        """The terms of the sums at flat indices, (m, K)."""
         # Element by element: BLAS would cost more in waking its threads than this costs.
         x = self.x[flat // self.out][:, self.part]  # (m, K)
         weight = self.take(flat % self.out)[:, self.part]  # (m, K)
-        products = x * weight * self.alpha
+        return x * weight * self.alpha
+
+    def some(self, flat: Tensor) -> Some:
+        products = self.products(flat)
         # As bounds._Gemm.bound: K sums, each of which may truncate.
-        terms = x.shape[1]
+        terms = products.shape[1]
         worst = 2 * U * terms / (1 - 2 * U * terms)
         return products.sum(1), products.abs().sum(1) * worst + terms * TINY
 

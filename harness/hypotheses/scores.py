@@ -96,12 +96,16 @@ class Weighted(Recipe):
     factor: float = 1.0
     keys: slice = field(default_factory=lambda: slice(None))
 
-    def some(self, flat: Tensor) -> Some:
+    def products(self, flat: Tensor) -> Tensor:
+        """The terms of the sums at flat indices, (m, n)."""
         width = len(self.heads) * HEAD
         row, head, column = flat // width, flat // HEAD % len(self.heads), flat % HEAD
-        probs = self.probs[head, row][:, self.keys]  # (., n)
+        probs = self.probs[head, row][:, self.keys]  # (m, n)
         v = self.v.unflatten(1, (-1, HEAD))[:, self.heads[head], column].T[:, self.keys]
-        products = probs * v * self.factor
+        return probs * v * self.factor
+
+    def some(self, flat: Tensor) -> Some:
+        products = self.products(flat)
         terms = self.v.shape[0]
         worst = 2 * U * terms / (1 - 2 * U * terms)
         return products.sum(1), products.abs().sum(1) * worst + terms * TINY

@@ -245,7 +245,7 @@ def test_the_options_reach_the_comparison(tmp_path: Path) -> None:
 def test_on_the_engine_it_finds_softmax_then_both_faults_of_decodes_rope() -> None:
     request = LadderRequest(
         prompt_ids=((128000, 271, 3923, 374, 220), (9, 10, 11, 12, 13, 14, 15)),
-        max_new_tokens=3,
+        max_new_tokens=2,
         battery=False,
     )
     said = io.StringIO()
@@ -261,14 +261,14 @@ def test_on_the_engine_it_finds_softmax_then_both_faults_of_decodes_rope() -> No
         (low | BOTH, True),
     ]
     kept = [rung for rung in report.rungs if rung.kept]
-    assert kept[0].tokens.port == ((0, 0, 0), (0, 0, 0))
+    assert kept[0].tokens.port == ((0, 0), (0, 0))
     assert kept[0].tokens.agree == 0
     assert kept[1].tokens.agree >= 2  # prefill's token is right in both
     assert set(report.repairs) >= low | BOTH
     assert report.remaining is None
     assert report.exit_code == 0
     top = report.rungs[-1].tokens
-    assert top.agree == 6 or all(flip.kind == "tie_within_rounding" for flip in top.flips)
+    assert top.agree == 4 or all(flip.kind == "tie_within_rounding" for flip in top.flips)
     assert all(rung.tokens.ideal == top.ideal for rung in report.rungs)
     assert report.model.layers == 2
 

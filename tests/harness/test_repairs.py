@@ -27,6 +27,7 @@ from reference.checkpoint import Synthetic
 ALL = tuple(REPAIRS)
 EOT = 128009
 CONTROL = "^(schedule|block_table)$"
+KERNELS: dict[str, Any] = {"op": "^(softmax|.*rope|attention)$", "battery": False}
 
 
 def run(**options: Any) -> Report:
@@ -102,7 +103,7 @@ def test_a_user_file_with_names_of_its_own_is_repaired(tmp_path: Path) -> None:
     text = lift().text.replace("ropeKernelDecode", "spin").replace("softmaxKernel(", "rows(")
     text = text.replace("softmaxKernel<<<", "rows<<<").replace("HEAD_DIM", "HEAD_SIZE")
     kernels = plant_in_kernels(tmp_path, text=text)
-    report = run(kernels=kernels, repairs=ALL, op="^(softmax|.*rope|attention)$", battery=False)
+    report = run(kernels=kernels, repairs=ALL, **KERNELS)
     assert blamed(report) == set()
     assert report.kernels.path == str(kernels)
     assert report.repairs == ALL
@@ -119,10 +120,14 @@ def test_with_all_repairs_nothing_is_blamed_in_either_phase_or_by_the_battery() 
     assert any(row.input != "model" for row in report.results)
 
 
+@pytest.fixture(scope="module")
+def before() -> Report:
+    return run(**KERNELS)
+
+
 @pytest.mark.parametrize("name", [name for name in REPAIRS if name != "prefill-eos"])
-def test_one_repair_alone_changes_nothing_but_its_own_ops(name: str) -> None:
-    options: dict[str, Any] = {"op": "^(softmax|.*rope|attention)$", "battery": False}
-    before, after = run(**options), run(repairs=(name,), **options)
+def test_one_repair_alone_changes_nothing_but_its_own_ops(name: str, before: Report) -> None:
+    after = run(repairs=(name,), **KERNELS)
     ops = set(REPAIRS[name].ops)
     assert blamed(before) - ops <= blamed(after)
     assert blamed(after) <= blamed(before)
