@@ -36,7 +36,7 @@ demo: $(READY)
 	esac
 
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from harness import options, prompt
 from harness.errors import UsageError
@@ -74,8 +74,8 @@ class LadderRequest:
         prompt.check_length(self.prompt_ids, self.max_new_tokens)
 
     def compare_request(self, repairs: Sequence[str]) -> CompareRequest:
-        """The isolated comparison of a rung, with races where `compare` looks for them."""
-        request = CompareRequest(
+        """The isolated comparison of a rung. Races show on the host only."""
+        return CompareRequest(
             layers=(self.layer,),
             prompt_ids=self.prompt_ids,
             model=self.model,
@@ -84,17 +84,24 @@ class LadderRequest:
             kernels=self.kernels,
             repairs=tuple(repairs),
             battery=self.battery,
+            races=self.device != "cuda",
         )
-        if "races" in request.__dataclass_fields__:
-            changes: dict[str, Any] = {"races": True, "command": ""}
-            request = replace(request, **changes)
-        return request
+
+    def race_request(self, repairs: Sequence[str]) -> CompareRequest:
+        """Where ops run on a GPU: what looks for races of the same kernels on the host."""
+        request = self.compare_request(repairs)
+        return replace(request, device="host", races=True, battery=False, command="")
 
     def free_request(self) -> CompareRequest:
         """The free run through all layers."""
-        request = self.compare_request(())
-        steps = max(1, self.max_new_tokens - 1)
-        return replace(request, all_layers=True, mode="propagated", steps=steps, command="")
+        return replace(
+            self.compare_request(()),
+            all_layers=True,
+            mode="propagated",
+            races=False,
+            steps=max(1, self.max_new_tokens - 1),
+            command="",
+        )
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ def _rung(
     ]
     names = culprit.hypotheses if culprit else ()
     said = {each.hypothesis: each for row in reversed(rows) for each in row.diagnosis}
-    races = [
+    races = [  # of a race that no row tells
         Diagnosis("race", race.sentence)
         for race in report.races
         if culprit
@@ -218,7 +225,7 @@ def _rung(
         passes=None if tried_for is None else _passes(report, tried_for),
         kept=kept,
         culprit=culprit,
-        diagnosis=(*(said[name] for name in names if name in said), *races[:1]),
+        diagnosis=tuple(said[name] for name in names if name in said) or tuple(races[:1]),
         upstream=next((row.upstream for row in rows if row.upstream), None),
         tokens=tokens,
         exit_code=int(culprit is not None),
@@ -252,6 +259,7 @@ class FreeRuns:
         self._request, self._progress = request, progress
         self._session = session = Session(request.free_request(), progress, checkpoint)
         session.steps = request.max_new_tokens - 1  # none, if prefill's token is all
+        self.device = session.engine.device.name
         self._calls = session.engine.calls
         self._ideal = self._walk()
         for layer in range(checkpoint.layers):
@@ -318,15 +326,20 @@ def ladder(
 
     def compare_with(repairs: tuple[str, ...]) -> Report:
         progress.update(f"compare with {', '.join(repairs) or 'no repair'}")
-        last[:] = [compare(request.compare_request(repairs), progress, checkpoint)]
-        return last[0]
+        report = compare(request.compare_request(repairs), progress, checkpoint)
+        if request.device == "cuda":
+            races = compare(request.race_request(repairs), progress, checkpoint).races
+            report = replace(report, races=races)
+        last[:] = [report]
+        return report
 
-    rungs = tuple(climb(compare_with, FreeRuns(request, checkpoint, progress)))
+    runs = FreeRuns(request, checkpoint, progress)
+    rungs = tuple(climb(compare_with, runs))
     top = [rung for rung in rungs if rung.kept][-1]
     return LadderReport(
         schema=SCHEMA,
         command=request.command,
-        device=last[0].device,
+        device=runs.device,
         model=last[0].model,
         kernels=last[0].kernels,
         layer=request.layer,

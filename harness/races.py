@@ -90,9 +90,13 @@ def found_in(
 
 
 def diagnoses(found: Sequence[Found]) -> tuple[Diagnosis, ...]:
-    """Why a row with these races has the verdict `race`, one a hypothesis."""
+    """Why a row with these races has the verdict `race`, one a hypothesis.
+
+    That the result depends on the schedule says nothing more where the lines are known.
+    """
     sentences: dict[str, list[str]] = {}
-    for each in found:
+    with_lines = [each for each in found if each.hypothesis != _HYPOTHESES["schedule"]]
+    for each in with_lines or found:
         known = sentences.setdefault(each.hypothesis, [])
         if each.remedy not in known:
             known.append(each.remedy)

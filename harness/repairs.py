@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -143,13 +144,20 @@ def _with_file(kernels: KernelsFile, host_call: str, name: str) -> KernelsFile:
     return replace_function(kernels, repair_path(name), kernels.host_calls[host_call].kernel)
 
 
+@cache
+def _own() -> KernelsFile:
+    from kernels.lift import lift
+
+    return lift()
+
+
 def _check_launch(kernels: KernelsFile, repair: Repair) -> None:
     """A repair's kernel is written for our launch: another grid or order would go wrong."""
     from kernels.errors import KernelsError
-    from kernels.lift import Launch, lift
+    from kernels.lift import Launch
 
     assert repair.host_call is not None
-    ours, theirs = (file.call(repair.host_call, *repair.sample) for file in (lift(), kernels))
+    ours, theirs = (file.call(repair.host_call, *repair.sample) for file in (_own(), kernels))
     assert isinstance(ours, Launch)
     if isinstance(theirs, Launch) and _told(theirs) == _told(ours):
         return

@@ -31,11 +31,12 @@ def replace_function(file: KernelsFile, path: Path, kernel: str | None = None) -
     Raises KernelsError where the function is not in `file`, or is a kernel of other parameters.
     """
     text = _INCLUDE.sub("", path.read_text(encoding="utf-8"))
-    own = _functions(survey(read(str(path), text)))[-1]
-    if kernel is not None and own.kind == "kernel":
-        text = re.sub(rf"\b{own.name}\b", kernel, text)
     found = survey(read(str(path), text))
     own = _functions(found)[-1]
+    if kernel not in (None, own.name) and own.kind == "kernel":
+        text = re.sub(rf"\b{own.name}\b", str(kernel), text)
+        found = survey(read(str(path), text))
+        own = _functions(found)[-1]
     known = survey(read(str(file.path), file.device_text))
     old = next((item for item in _functions(known) if item.name == own.name), None)
     if old is None:

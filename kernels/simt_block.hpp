@@ -142,16 +142,19 @@ static int pick_fiber(Worker *w) {
         return -1;
     }
     const bool backwards = schedule == 3;
+    const unsigned warp = w->current / 32, lane = w->current % 32;
+    unsigned start = 0;  // a warp, counted in the schedule's direction
     if (!w->restart) {
-        unsigned warp = w->current / 32;
-        int found = pick_in_warp(w, warp, 0, backwards);
+        const unsigned lanes = n - warp * 32 < 32 ? n - warp * 32 : 32;
+        int found = pick_in_warp(w, warp, backwards ? lanes - lane : lane + 1, backwards);
         if (found >= 0) return found;
+        start = (backwards ? warps - 1 - warp : warp) + 1;  // those before it wait for this barrier
     }
     w->restart = false;
-    unsigned start = schedule == 4 ? unsigned(draw(w) % warps) : 0;
+    if (schedule == 4) start = unsigned(draw(w) % warps);
     for (unsigned k = 0; k < warps; k++) {
-        unsigned warp = (start + k) % warps;
-        int found = pick_in_warp(w, backwards ? warps - 1 - warp : warp, 0, backwards);
+        const unsigned at = (start + k) % warps;
+        int found = pick_in_warp(w, backwards ? warps - 1 - at : at, 0, backwards);
         if (found >= 0) return found;
     }
     return -1;

@@ -52,6 +52,8 @@ CUBLAS_GEMM_DEFAULT = -1
 MOST_REMEMBERED = 8192
 MOST_KEPT = 2**20  # bytes of the array uploaded last, which is kept
 
+_D2D, _H2D = MemcpyKind.DEVICE_TO_DEVICE, MemcpyKind.HOST_TO_DEVICE
+
 # Statuses after which the context answers nothing else (CUDA's manual: "the process must be
 # terminated and relaunched").
 _FATAL = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
@@ -104,8 +106,8 @@ class CudaDevice:
         # decode step copies from two buffers to 64 places in the cache.
         self._ends: dict[Pointer, int] = {}
         self._last = (0, 0)
-        self._uploaded: np.ndarray | None = None  # the array uploaded last, and its address
-        self._uploaded_from = 0
+        self._uploaded: np.ndarray | None = None  # the array uploaded last
+        self._uploaded_from = 0  # its address, once asked for
         self._launches: dict[int, _Ready] = {}  # by the id of the Launch
         # what cublasGemmEx takes after the handle, for each call that was looked at
         self._gemms: dict[GemmArguments, tuple[int, ...]] = {}
@@ -174,6 +176,7 @@ class CudaDevice:
 
         self._stream = self.driver.CUstream(0)  # the default stream, as upstream
         self._launch = self.driver.cuLaunchKernel  # bound once: a decode step makes 360 calls
+        self._copy = self.driver.cuMemcpyDtoD
         self._gemm = self.cublas.gemm_ex
         self._cublas_error = self.cublas.cuBLASError
 
@@ -302,18 +305,18 @@ class CudaDevice:
         return end
 
     def memcpy(self, dst: HostOrDevice, src: HostOrDevice, count: int, kind: MemcpyKind) -> None:
-        if kind is MemcpyKind.DEVICE_TO_DEVICE:
+        if kind is _D2D:
             to, source = _pointer(dst), _pointer(src)
             if not self.holds(to, count) or not self.holds(source, count):
                 self._outside(source if self.holds(to, count) else to, count)
                 return
-            (status,) = self.driver.cuMemcpyDtoD(to, source, count)
-        elif kind is MemcpyKind.HOST_TO_DEVICE:
-            to, address = _pointer(dst), self._host_address(src, count)
+            (status,) = self._copy(to, source, count)
+        elif kind is _H2D:
+            to, host = _pointer(dst), self._host_side(src, count)
             if not self.holds(to, count):
                 self._outside(to, count)
                 return
-            (status,) = self.driver.cuMemcpyHtoD(to, address, count)
+            (status,) = self.driver.cuMemcpyHtoD(to, host, count)
         else:
             source, array = _pointer(src), host_array(dst, count)
             if not array.flags.writeable:
@@ -325,15 +328,16 @@ class CudaDevice:
         if status:
             self._went_wrong(status, "memcpy", f"cudaMemcpy of {count} bytes")
 
-    def _host_address(self, src: HostOrDevice, count: int) -> int:
-        """Of an array's first byte; the last array's is remembered, as one table goes up often."""
+    def _host_side(self, src: HostOrDevice, count: int) -> np.ndarray | int:
+        """`src`, looked at, or its address if it was the last one too: one table goes up often."""
         if src is self._uploaded and self._uploaded.nbytes >= count:
+            if not self._uploaded_from:
+                self._uploaded_from = self._uploaded.ctypes.data
             return self._uploaded_from
         array = host_array(src, count)
-        address = array.ctypes.data
         if array.nbytes <= MOST_KEPT:
-            self._uploaded, self._uploaded_from = array, address
-        return address
+            self._uploaded, self._uploaded_from = array, 0
+        return array
 
     def _outside(self, pointer: Pointer, count: int) -> None:
         self.on_incident(
@@ -481,7 +485,7 @@ class _Owned:
 
 
 def _pointer(side: HostOrDevice) -> Pointer:
-    if isinstance(side, np.ndarray):
+    if type(side) is not int and isinstance(side, np.ndarray):
         raise TypeError("the device side must be a pointer, not an array")
     return side
 

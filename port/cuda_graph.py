@@ -32,9 +32,10 @@ from kernels.lift import Launch
 from port.cuda_device import CUBLAS_STATUS_SUCCESS, CudaDevice, GemmArguments, host_array
 from port.device import HostOrDevice, Incident, MemcpyKind, Operation, Pointer
 
-# Calls put off at most: few at first, so that the GPU gets to work; then twice as many each time, so
-# that it never has to wait: a call takes it some four times as long as it takes to ask for.
-SHORTEST = 8  # a shorter sequence is not worth a graph
+SHORTEST = 8  # calls: a shorter sequence is not worth a graph
+# Calls put off at most: few at first, so that the GPU gets to work; then half as many again each
+# time, since the GPU takes longer over its calls than the engine over asking for so many more.
+FIRST = 8
 LONGEST = 128
 NEVER = -(10**9)  # times seen, of a sequence that had an incident: it never becomes a graph
 SEEN_BEFORE = 2  # times that a sequence runs call by call; a prefill's seldom comes three times
@@ -212,16 +213,16 @@ class GraphDevice:
         # put off, when no graph is followed
         self._calls: list[Call] = []
         self._keys: list[Hashable] = []
-        self._limit = SHORTEST
+        self._limit = FIRST
         # the graph that is followed: what it holds, up to where it was asked for, and what differs
         self._graph: CallGraph | None = None
         self._expected: Sequence[Call | None] = _NOTHING
         self._at = 0
         self._changes: list[tuple[int, Call]] = []
-        # the graph started before, since somebody needed a result; and the first one of the last time
+        # what was started before, since somebody needed a result; and the first of all, last time
         self._before: CallGraph | None = None
-        self._first: CallGraph | None = None
         self._at_first = True
+        self._first: CallGraph | None = None
 
     @property
     def on_incident(self) -> Callable[[Incident], None]:
@@ -361,7 +362,7 @@ class GraphDevice:
         elif self._at_first:
             self._first = graph
         self._before, self._at_first = graph, False
-        self._limit = min(2 * self._limit, LONGEST)
+        self._limit = min(self._limit * 3 // 2, LONGEST)
         self._follow(graph.following)
 
     def _wait(self, graph: CallGraph) -> None:
@@ -392,7 +393,7 @@ class GraphDevice:
         if self._calls:
             self._end_sequence()
         self._before, self._at_first = None, True
-        self._limit = SHORTEST
+        self._limit = FIRST
         self._follow(self._first)
 
     def _end_sequence(self) -> None:
@@ -404,7 +405,7 @@ class GraphDevice:
             seen = self._seen.get(keys, 0)
             if len(calls) < SHORTEST or seen < SEEN_BEFORE:
                 self._before, self._at_first = None, False
-                self._limit = min(2 * self._limit, LONGEST)
+                self._limit = min(self._limit * 3 // 2, LONGEST)
                 fit = self._run(calls)
                 self._remember(keys, seen + 1 if fit else NEVER)
                 return

@@ -42,7 +42,10 @@ class HostDevice:
     def __init__(self, kernels: KernelsFile, schedule: str = "benign", races: bool = False) -> None:
         self.on_incident: Callable[[Incident], None] = raise_incident
         self.launches = 0  # so far
-        self._executor = Executor(kernels, schedule, races=races)
+        self._kernels, self._races = kernels, races
+        self._executor = self._launcher = Executor(kernels, schedule, races=races)
+        self._unwatched: Executor | None = None  # for other schedules, where races are looked for
+        self._schedule = schedule
         self._sizes: dict[Pointer, int] = {}
         self._starts: list[Pointer] = []  # sorted
 
@@ -97,16 +100,22 @@ class HostDevice:
     @property
     def schedule(self) -> str:
         """As kernels.simt.Executor's; may be changed between launches."""
-        return self._executor.schedule
+        return self._schedule
 
     @schedule.setter
     def schedule(self, schedule: str) -> None:
-        self._executor.schedule = schedule
+        self._schedule = schedule
+        self._launcher = self._executor
+        if self._races and schedule != "benign":
+            # What is ordered is so under every schedule: to look once is enough.
+            self._unwatched = self._unwatched or Executor(self._kernels)
+            self._launcher = self._unwatched
+        self._launcher.schedule = schedule
 
     def launch(self, launch: Launch) -> None:
         self.launches += 1
         try:
-            self._executor.launch(launch)
+            self._launcher.launch(launch)
         except LaunchError as error:
             self.on_incident(Incident("launch", str(error), error.line))
         for damage in self._executor.damaged_guards():

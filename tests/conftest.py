@@ -1,5 +1,6 @@
-"""A Hugging Face model of Llama-3.2-1B's widths and two layers, saved as its users save theirs."""
+"""What all tests share: one thread a process where several test processes run, and a saved model."""
 
+import os
 import shutil
 from collections.abc import Iterator
 
@@ -10,9 +11,15 @@ from llama_folders import SavedModel, llama_config
 from reference.checkpoint import open_checkpoint
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SavedModel]:
-    """Two layers of seed 7: no weight is one that any golden figure was made with."""
+    """A folder of Llama-3.2-1B's widths as transformers saves it.
+
+    Two layers of seed 7: no weight is one that any golden figure was made with."""
     from transformers import LlamaForCausalLM
 
     source = open_checkpoint("synthetic", seed=7, layers=2)

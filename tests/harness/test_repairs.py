@@ -184,11 +184,8 @@ def test_an_end_token_of_prefill_ends_the_sequence_only_with_the_repair(what: st
 
 
 def test_generate_runs_with_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        reference.checkpoint,
-        "open_checkpoint",
-        lambda *_, seed=0, cache_bytes=0: Synthetic(seed, layers=2, cache_bytes=cache_bytes),
-    )
+    small = Synthetic(0, layers=2)
+    monkeypatch.setattr(reference.checkpoint, "open_checkpoint", lambda *_, **__: small)
     printed = {}
     for repairs in ((), ("softmax-nan",)):
         out = io.StringIO()

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import CONTEXT, FakeCublas, FakeDriver, open_fake
+from fake_cuda import CONTEXT, TOTAL, FakeCublas, FakeDriver, open_fake
 
 from kernels.lift import Launch, lift
-from port import cuda_device
+from port import cuda_device, cuda_graph
 from port.cuda_device import CudaDevice, why_no_gpu
 from port.cuda_graph import GraphDevice
 from port.device import DeviceError, Incident, MemcpyKind, Operation
@@ -287,6 +287,64 @@ def test_gemm_ex_passes_bf16_float32_and_the_default_algorithm(
     assert cublas.calls[-1] == (handle, *arguments)
 
 
+def test_launches_of_one_kernel_keep_their_own_arguments(
+    device: CudaDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when more were launched than are remembered, and when an id is used again."""
+    monkeypatch.setattr(cuda_device, "MOST_REMEMBERED", 4)
+    x = device.malloc(64)
+    kept = [Launch("ropeKernelDecode", (1, 1, 1), (64, 1, 1), (x, i, 16)) for i in range(3)]
+    for turn in range(20):
+        position = 100 + turn
+        device.launch(Launch("ropeKernelDecode", (1, 1, 1), (64, 1, 1), (x, position, 16)))
+        assert _position(driver.log[-1]) == position
+        device.launch(kept[turn % 3])
+        assert _position(driver.log[-1]) == turn % 3
+
+
+def _position(logged: tuple[Any, ...]) -> int:
+    pointers = (ctypes.c_void_p * 3).from_address(logged[-2])
+    return ctypes.c_int.from_address(pointers[1] or 0).value
+
+
+def test_an_array_uploaded_again_has_its_new_bytes(device: CudaDevice, driver: FakeDriver) -> None:
+    x = device.malloc(64)
+    table, other = np.zeros(4, np.int32), np.ones(4, np.int32)
+    for value, array in ((1, table), (2, table), (3, table), (1, other), (4, table)):
+        array[0] = value
+        device.memcpy(x, array, 16, H2D)
+        _, to, source, count = driver.log[-1]
+        first = source[0] if isinstance(source, np.ndarray) else _int_at(source)
+        assert (to, first, count) == (x, value, 16)
+    with pytest.raises(TypeError, match="array of >= 32 bytes"):
+        device.memcpy(x, table, 32, H2D)
+
+
+def _int_at(address: int) -> int:
+    return ctypes.c_int.from_address(address).value
+
+
+def test_memory_given_back_and_taken_anew_is_known_by_its_new_size(
+    device: CudaDevice, driver: FakeDriver, incidents: list[Incident]
+) -> None:
+    x, y = device.malloc(256), device.malloc(256)
+    assert y == x + 256  # the fake's way
+    device.memcpy(x, y, 256, D2D)
+    device.memcpy(x + 256 - 8, y, 8, D2D)
+    assert incidents == []
+    device.memcpy(x, y + 8, 256, D2D)  # past y's end
+    device.memcpy(x + 8, y, 256, D2D)  # into y
+    device.memcpy(x, y + 256, 8, D2D)  # behind both
+    z = device.malloc(512)
+    assert z == y + 256
+    assert len(incidents) == 3
+    device.memcpy(x, z, 8, D2D)
+    device.free(y)
+    assert len(incidents) == 3
+    device.memcpy(x, y, 8, D2D)
+    assert len(incidents) == 4
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -294,6 +352,7 @@ def test_gemm_ex_passes_bf16_float32_and_the_default_algorithm(
         ({"ldc": 7}, "rejects m=8"),
         ({"n": -1}, "rejects m=8 n=-1"),
         ({"k": 4096, "lda": 4096, "ldb": 4096}, "leaves its buffer"),
+        ({"k": 0, "n": 1024}, "leaves its buffer"),
     ],
 )
 def test_gemms_that_cublas_or_memory_would_not_have_are_incidents(
@@ -343,6 +402,13 @@ def test_an_answer_of_not_supported_is_an_incident_and_other_failures_stop(
 # --- graphs ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def graphs(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> GraphDevice:
+    """With nothing that starts before it is needed."""
+    monkeypatch.setattr(cuda_graph, "FIRST", cuda_graph.LONGEST)
+    return GraphDevice(device)
+
+
 def _turn(device: GraphDevice, x: int, position: int) -> None:
     device.memcpy(x, np.array([position], np.int32), 4, H2D)
     for row in range(4):
@@ -353,9 +419,8 @@ def _turn(device: GraphDevice, x: int, position: int) -> None:
 
 
 def test_a_graph_is_a_chain_of_the_calls_and_is_changed_in_place(
-    device: CudaDevice, driver: FakeDriver, cublas: FakeCublas
+    graphs: GraphDevice, driver: FakeDriver, cublas: FakeCublas
 ) -> None:
-    graphs = GraphDevice(device)
     stream, workspace = cublas.set_up
     assert stream == ("stream", 2, 0x57)
     assert workspace[:2] == ("workspace", 2)
@@ -392,10 +457,8 @@ def test_a_graph_is_a_chain_of_the_calls_and_is_changed_in_place(
 
 
 def test_closing_a_graph_device_gives_its_graphs_back(
-    device: CudaDevice, driver: FakeDriver, cublas: FakeCublas
+    graphs: GraphDevice, driver: FakeDriver, cublas: FakeCublas
 ) -> None:
-    free = driver.free
-    graphs = GraphDevice(device)
     x = graphs.malloc(4096)
     for _ in range(3):
         _turn(graphs, x, 1)
@@ -405,13 +468,12 @@ def test_closing_a_graph_device_gives_its_graphs_back(
         assert names.count(release) == 1
     assert names.count("cuGraphDestroy") == 2  # the graph, and what was captured for it
     assert sorted(cublas.destroyed) == [1, 2]
-    assert driver.free == free
+    assert driver.free == TOTAL
 
 
 def test_a_graph_that_cannot_be_made_is_a_clear_error(
-    device: CudaDevice, driver: FakeDriver
+    graphs: GraphDevice, driver: FakeDriver
 ) -> None:
-    graphs = GraphDevice(device)
     x = graphs.malloc(4096)
     for _ in range(2):
         _turn(graphs, x, 1)

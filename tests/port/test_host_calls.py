@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels.lift import Launch, lift
+from kernels.lift import HOST_CALLS, Launch, lift, lift_text
 from port.device import Incident
-from port.host_calls import HostCalls, rope_frequencies, rope_tables
+from port.host_calls import HostCalls, handed_on, rope_frequencies, rope_tables
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMA3 = (64, 500000.0, 32.0, 1.0, 4.0, 8192)
@@ -113,3 +113,52 @@ def test_more_than_1024_threads_are_refused_with_a_notice_and_nothing_runs(
     assert len(device.launches) == (0 if refused else 5)
     assert bool(out.getvalue()) == refused
     assert "\n" not in out.getvalue()
+
+
+def test_what_a_call_only_hands_on_is_known_for_upstreams_eleven() -> None:
+    names = {
+        name: [lift().host_calls[name].parameters[place].name for place in handed_on(lift(), name)]
+        for name in HOST_CALLS
+    }
+    pointers_only = {name for name, handed in names.items() if "dim" in handed or "n" in handed}
+    assert pointers_only == set()  # shapes come of these
+    assert names["ropeDecode"] == ["input", "position"]
+    assert "layer" in names["pagedAttention"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("", ""),  # ours
+        ("<<<1, threads>>>", "<<<1 + position / 16, threads>>>"),
+        ("<<<1, threads>>>", "<<<1, threads, position>>>"),
+        ("int threads = dim / 2;", "int threads = dim / 2; if (position > 20) threads = 32;"),
+        ("int threads = dim / 2;", "position += 1; int threads = dim / 2;"),
+        ("(input, position, dim);\n}", "(input + position, position, dim);\n}"),
+        ("(input, position, dim);\n}", "(input, position % 7, dim);\n}"),
+        (
+            "    ropeKernelDecode<<<1, threads>>>(input, position, dim);",
+            "    if (dim > 512) { ropeKernelDecode<<<1, threads>>>(input, 3, dim); return; }\n"
+            "    ropeKernelDecode<<<1, threads>>>(input, position, dim);",
+        ),
+    ],
+)
+def test_a_call_like_another_launches_what_the_file_says_for_it(
+    device: Recorder, out: io.StringIO, edit: tuple[str, str]
+) -> None:
+    assert edit[0] in lift().text
+    file = lift_text(lift().text.replace(*edit), lift().path, HOST_CALLS)
+    calls = HostCalls(file, device, out)  # type: ignore[arg-type]
+    for position in (3, 3, 20, 21, 40, 2047):
+        for x, dim in ((4096, 2048), (8192, 2048), (4096, 512)):
+            calls.rope_decode(x, position, dim)
+            assert device.launches[-1] == file.call("ropeDecode", x, position, dim)
+
+
+def test_a_call_like_a_refused_one_is_refused_again(
+    calls: HostCalls, device: Recorder, out: io.StringIO
+) -> None:
+    for x in (1, 2, 2):
+        calls.softmax(x, 1025)
+    assert device.launches == []
+    assert out.getvalue().count("softmax") == 3

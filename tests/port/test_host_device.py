@@ -108,6 +108,18 @@ def test_gemm_rejects_what_cublas_rejects_and_writes_nothing(device: HostDevice)
     assert (download(device, pointer, (2048,)) == 0xFFFF).all()
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 2, 8), (8, 0, 8), (8, 2, 0)])
+def test_gemm_of_nothing_looks_at_no_operand(device: HostDevice, m: int, n: int, k: int) -> None:
+    c = upload(device, np.full((2, 8), 0x3F80, np.uint16))
+    assert device.gemm_ex(T, N, m, n, k, 1.0, 16, 8, 16, 8, 0.0, c, 8) == 0
+    want = 0 if k == 0 else 0x3F80  # a sum of no products is 0
+    assert (download(device, c, (2, 8)) == want).all()
+    incidents: list[Incident] = []
+    device.on_incident = incidents.append
+    assert device.gemm_ex(T, N, 8, 200, 0, 1.0, 16, 8, 16, 8, 0.0, c, 8) != 0
+    assert [f"{c:#x} leaves its buffer" in incident.message for incident in incidents] == [True]
+
+
 def test_a_write_outside_a_buffer_is_found_after_the_launch(device: HostDevice) -> None:
     incidents: list[Incident] = []
     device.on_incident = incidents.append

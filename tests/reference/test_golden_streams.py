@@ -26,7 +26,7 @@ VARIANTS = (
     "all_fixed",
 )
 # How many lines of a prompt are looked at. A wrong variant shows in its first steps.
-LINES = {"all_fixed": 31, "softmax_and_rope_pairing_fixed": 16}
+LINES = {"all_fixed": 31, "softmax_and_rope_pairing_fixed": 12}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def streams(variant: str) -> list[list[tuple[float, int]]]:
 @pytest.fixture(scope="module")
 def lines() -> dict[str, list[list[Line]]]:
     """variant -> prompt -> lines. All streams walk the layers together, as prefills."""
-    wanted = {v: [s[: LINES.get(v, 4)] for s in streams(v)] for v in VARIANTS}
+    wanted = {v: [s[: LINES.get(v, 6)] for s in streams(v)] for v in VARIANTS}
     sequences = [
         [*prompt, *(token for _, token in stream[:-1])]
         for variant in VARIANTS
@@ -139,11 +139,10 @@ def test_prefill_is_right_once_softmax_is(variant: str, lines: dict[str, list[li
 def test_without_the_pairing_the_first_decode_steps_part(
     variant: str, lines: dict[str, list[list[Line]]]
 ) -> None:
-    for stream in lines[variant]:
-        assert not all(line.agrees for line in stream[1:4])
-    # The greater part of the lines is off, not one by chance.
-    off = [line for stream in lines[variant] for line in stream[1:] if not line.agrees]
-    assert len(off) > 6
+    # Prompt 0's very first step is wrong; over all prompts most lines are.
+    assert not lines[variant][0][1].agrees
+    steps = [line for stream in lines[variant] for line in stream[1:]]
+    assert sum(not line.agrees for line in steps) > len(steps) / 2
 
 
 def test_the_pairing_alone_nearly_agrees_at_short_positions(
