@@ -1,11 +1,14 @@
 """Time the engine: each op, a prefill and a decode step, beside transformers on the same weights.
 
 Both run in this process, one after the other, on the same device and as many threads. Figures are
-medians over the repeats, with the least and the greatest beside them.
+medians over the repeats, with the least and the greatest beside them. On a GPU there is more: the
+time that reading the weights once takes at the speed of a copy, measured in the same run, below
+which no decode step gets; what a call costs the host; and the block table's uploads.
 
 example:
   python -m harness bench
   python -m harness bench --layers 2 --repeat 3 --format json
+  python -m harness bench --device cuda --graph --repeat 30
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import io
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,11 +30,14 @@ from harness.progress import Progress
 from harness.report.output import Output, write_stdout, write_whole
 
 if TYPE_CHECKING:
+    from kernels.lift import KernelsFile
     from port.main import Engine
+    from port.observer import Observer
     from reference.checkpoint import Checkpoint
 
 SCHEMA = 1
 SLOTS = prompt.SLOTS
+MOST_REPEATS = 1000  # as many decode steps end no sequence
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,36 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """What no decode step gets below: reading each weight once, as fast as a copy reads and writes.
+
+    copy_gb_per_s: 10^9 bytes that a device-to-device copy reads and writes a second.
+    """
+
+    weight_bytes: int
+    copy_gb_per_s: float
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class TableUploads:
+    """The block table's uploads, one a layer: a decode step's median (ms) without those that change
+    nothing, and their share of the step with all."""
+
+    step_without: float
+    share: float
+
+
+@dataclass(frozen=True)
 class BenchReport:
     """What was measured. ops: each op of the port, summed over the layers; forward: whole prefills
     and decode steps of port and transformers; ratio: the port's median over transformers', by
-    phase."""
+    phase, and over the floor.
+
+    On the CPU what only a GPU has is None: floor, call_us (microseconds that a call takes to
+    return, by kind), block_table, and the figures with graphs, which --graph asks for. Elsewhere
+    fiber_switch_ns is: nanoseconds from one CUDA thread to the next at a barrier.
+    """
 
     schema: int
     command: str
@@ -73,7 +105,11 @@ class BenchReport:
     repeats: int
     ops: tuple[Timing, ...]
     forward: tuple[Timing, ...]
-    ratio: dict[str, float]
+    ratio: dict[str, float | None]
+    floor: Floor | None
+    call_us: dict[str, float] | None
+    block_table: TableUploads | None
+    fiber_switch_ns: float | None
 
 
 @dataclass(frozen=True)
@@ -86,12 +122,13 @@ class BenchRequest:
     seed: int = 0
     device: str = "auto"
     kernels: Path | None = None
+    graph: bool = False
     output: Output = field(default_factory=Output)
     command: str = "python -m harness bench"
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise UsageError(f"--repeat must be 1 or more (got {self.repeats})")
+        if not 1 <= self.repeats <= MOST_REPEATS:
+            raise UsageError(f"--repeat must be 1 to {MOST_REPEATS} (got {self.repeats})")
         if not 1 <= self.layers <= 16:
             raise UsageError(f"--layers must be 1 to 16 (got {self.layers})")
 
@@ -109,6 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layers", type=int, default=16, metavar="N", help="of the synthetic model (default 16)"
     )
+    options.add_graph(parser)
     options.add_common(parser)
 
 
@@ -122,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
         seed=seed,
         device=args.device,
         kernels=options.kernels_of(args),
+        graph=args.graph,
         output=options.output_of(args),
         command=args.command,
     )
@@ -140,36 +179,56 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(request: BenchRequest, progress: Progress) -> BenchReport:
-    """Measure the port, then transformers, on the same weights."""
+    """Measure the port, then transformers, on the same weights.
+
+    Raises DeviceError where --graph finds no GPU.
+    """
     import torch
 
     from harness.devices import open_device
     from harness.model_file import model_file
     from kernels.lift import lift
+    from port.device import DeviceError
     from port.main import CHAT_PROMPTS, Engine
     from reference.checkpoint import open_checkpoint
 
+    tokens = CHAT_PROMPTS[0]
     checkpoint = open_checkpoint(request.model, seed=request.seed, layers=request.layers)
     kernels = lift(request.kernels)
     device = open_device(request.device, kernels)
+    if request.graph and device.name != "cuda":
+        raise DeviceError("--graph needs a GPU (got none); drop it")
     progress.announce(
         f"bench: {checkpoint.layers} layers, {request.repeats + 1} runs of port and transformers; "
         f"about {0.7 + 0.25 * checkpoint.layers:.0f} GB of memory and "
         f"{10 + 2 * checkpoint.layers} s on two cores"
     )
-    tokens = CHAT_PROMPTS[0]
     progress.update("weights")
     engine = Engine(device, kernels, model_file(checkpoint), prompts=(), out=io.StringIO())
     progress.update("port")
-    prefills, steps, ops = _time_port(engine, tokens, request.repeats)
+    port = _PortBench(engine, kernels, tokens, request.repeats)
+    prefills, steps, ops = port.prefills(), port.steps(), port.ops()
+    forward = {
+        "prefill": Timing.of("prefill", "port", 1, prefills),
+        "decode": Timing.of("decode", "port", 1, steps),
+    }
+    floor, call_us, block_table, fiber_switch_ns = None, None, None, None
+    if device.name == "cuda":
+        floor, call_us = port.floor(_weight_bytes(checkpoint)), port.call_microseconds()
+        block_table = port.table_uploads()
+        if request.graph:
+            progress.update("port with graphs")
+            forward["decode_graph"] = Timing.of("decode", "port, graphs", 1, port.graph_steps())
+    else:
+        from kernels.measure import switch_nanoseconds
+
+        fiber_switch_ns = switch_nanoseconds()
     progress.update("transformers")
     hf_prefills, hf_steps = _time_transformers(checkpoint, tokens, request.repeats, device.name)
-    forward = (
-        Timing.of("prefill", "port", 1, prefills),
-        Timing.of("prefill", "transformers", 1, hf_prefills),
-        Timing.of("decode", "port", 1, steps),
-        Timing.of("decode", "transformers", 1, hf_steps),
-    )
+    theirs = {
+        "prefill": Timing.of("prefill", "transformers", 1, hf_prefills),
+        "decode": Timing.of("decode", "transformers", 1, hf_steps),
+    }
     return BenchReport(
         schema=SCHEMA,
         command=request.command,
@@ -180,12 +239,38 @@ def bench(request: BenchRequest, progress: Progress) -> BenchReport:
         slots=SLOTS,
         repeats=request.repeats,
         ops=ops,
-        forward=forward,
-        ratio={
-            "prefill": forward[0].median / forward[1].median,
-            "decode": forward[2].median / forward[3].median,
-        },
+        forward=(*forward.values(), *theirs.values()),
+        ratio=_ratios(forward, theirs, floor),
+        floor=floor,
+        call_us=call_us,
+        block_table=block_table,
+        fiber_switch_ns=fiber_switch_ns,
     )
+
+
+def _weight_bytes(checkpoint: Checkpoint) -> int:
+    """Of all tensors: a decode step reads each once, the embedding table as the output head."""
+    entries = (entry for name, entry in checkpoint.header().items() if name != "__metadata__")
+    return sum(end - begin for begin, end in (entry["data_offsets"] for entry in entries))
+
+
+def _ratios(
+    ours: Mapping[str, Timing], theirs: Mapping[str, Timing], floor: Floor | None
+) -> dict[str, float | None]:
+    """The port's median over transformers', and over the floor; None where there is no figure."""
+    prefill, decode = theirs["prefill"].median, theirs["decode"].median
+    least = None if floor is None else floor.milliseconds
+
+    def over(what: str, other: float | None) -> float | None:
+        return ours[what].median / other if what in ours and other is not None else None
+
+    return {
+        "prefill": over("prefill", prefill),
+        "decode": over("decode", decode),
+        "decode_graph": over("decode_graph", decode),
+        "decode_over_floor": over("decode", least),
+        "decode_graph_over_floor": over("decode_graph", least),
+    }
 
 
 def _milliseconds(call: Callable[[], object], synchronize: Callable[[], object]) -> float:
@@ -196,50 +281,130 @@ def _milliseconds(call: Callable[[], object], synchronize: Callable[[], object])
     return (time.perf_counter() - start) * 1e3
 
 
-def _time_port(
-    engine: Engine, tokens: Sequence[int], repeats: int
-) -> tuple[list[float], list[float], tuple[Timing, ...]]:
-    """Prefills of one prompt, decode steps of two slots, and every op in a run of its own.
+class _PortBench:
+    """Prefills of one prompt and decode steps of two slots; the first runs of each do not count."""
 
-    The first run of each is thrown away.
-    """
-    from port.main import decode_step, prefill
+    def __init__(
+        self, engine: Engine, kernels: KernelsFile, tokens: Sequence[int], repeats: int
+    ) -> None:
+        self._engine = engine
+        self._kernels = kernels
+        self._tokens = tokens
+        self._repeats = repeats
+        engine.observer = _no_end(tokens[-1])
+        # On a GPU a sequence of calls becomes a graph when it comes a third time.
+        self._unmeasured = 4 if engine.device.name == "cuda" else 1
+
+    def _fill(self) -> list[float]:
+        """Milliseconds of the prefill of each slot."""
+        from port.main import prefill
+
+        engine = self._engine
+        engine.reset([self._tokens] * SLOTS)
+        engine.out = io.StringIO()
+        synchronize = engine.device.synchronize
+        return [_milliseconds(partial(prefill, engine, slot), synchronize) for slot in range(SLOTS)]
+
+    def prefills(self) -> list[float]:
+        runs = [self._fill() for _ in range(self._repeats + 1)]
+        return [time for run in runs[1:] for time in run]
+
+    def steps(self) -> list[float]:
+        """Milliseconds of each decode step, from the prompts' ends."""
+        self._fill()
+        return self._steps()
+
+    def _steps(self) -> list[float]:
+        from port.main import decode_step
+
+        engine = self._engine
+        times = [
+            _milliseconds(partial(decode_step, engine), engine.device.synchronize)
+            for _ in range(self._unmeasured + self._repeats)
+        ]
+        return times[self._unmeasured :]
+
+    def ops(self) -> tuple[Timing, ...]:
+        """Every op. Timing one means waiting for it, so ops have runs of their own."""
+        from port.main import decode_step
+
+        engine = self._engine
+        before = engine.observer
+        made: list[Timing] = []
+        for phase, go in (("prefill", self._fill), ("decode", lambda: decode_step(engine))):
+            watches = []
+            for _ in range(self._repeats + 1):
+                engine.observer = watch = _stopwatch(engine.device.synchronize, before)
+                go()
+                watches.append(watch)
+            runs = SLOTS if phase == "prefill" else 1
+            for op, calls in watches[0].calls.items():
+                times = [watch.times[op] / runs for watch in watches[1:]]
+                made.append(Timing.of(phase, op, calls // runs, times))
+        engine.observer = before
+        return tuple(made)
+
+    # --- on a GPU -------------------------------------------------------------------------------
+
+    def floor(self, weight_bytes: int) -> Floor:
+        from harness.device_costs import copy_bytes_per_second
+
+        speed = copy_bytes_per_second(self._engine.device)
+        return Floor(weight_bytes, speed / 1e9, weight_bytes / speed * 1e3)
+
+    def call_microseconds(self) -> dict[str, float]:
+        from harness.device_costs import call_microseconds
+
+        return call_microseconds(self._engine, self._kernels)
+
+    def table_uploads(self) -> TableUploads:
+        """From steps at the same positions, with and without."""
+        from harness.device_costs import without_table_uploads
+
+        every = statistics.median(self.steps())
+        self._fill()
+        with without_table_uploads(self._engine):
+            fewer = statistics.median(self._steps())
+        return TableUploads(fewer, 1 - fewer / every)
+
+    def graph_steps(self) -> list[float]:
+        """The same decode steps through CUDA graphs."""
+        from port.cuda_device import CudaDevice
+        from port.cuda_graph import GraphDevice
+
+        engine, device, calls = self._engine, self._engine.device, self._engine.calls
+        assert isinstance(device, CudaDevice)
+        engine.device = graphs = GraphDevice(device)
+        engine.calls = calls.with_kernels(self._kernels, graphs)
+        try:
+            return self.steps()
+        finally:
+            graphs.synchronize()
+            engine.device, engine.calls = device, calls
+
+
+def _no_end(token: int) -> Observer:
+    """An observer that feeds `token`, whatever the logits say, so that no sequence ends."""
     from port.observer import Observer
 
-    synchronize = engine.device.synchronize
+    class NoEnd(Observer):
+        def token(self, slot: int, _: int) -> int:
+            return token
 
-    def fill() -> list[float]:
-        engine.reset([tokens] * SLOTS)
-        return [_milliseconds(partial(prefill, engine, s), synchronize) for s in range(SLOTS)]
-
-    engine.observer = Observer()
-    prefills = [fill() for _ in range(repeats + 1)][1:]
-    steps = [_milliseconds(lambda: decode_step(engine), synchronize) for _ in range(repeats + 1)]
-
-    # Timing each op means waiting for it, so ops have runs of their own.
-    ops: list[Timing] = []
-    for phase, go in (("prefill", fill), ("decode", lambda: decode_step(engine))):
-        watches = []
-        for _ in range(repeats + 1):
-            engine.observer = watch = _stopwatch(synchronize)
-            go()
-            watches.append(watch)
-        runs = SLOTS if phase == "prefill" else 1
-        for op, calls in watches[0].calls.items():
-            times = [watch.times[op] / runs for watch in watches[1:]]
-            ops.append(Timing.of(phase, op, calls // runs, times))
-    engine.observer = Observer()
-    return [time for pair in prefills for time in pair], steps[1:], tuple(ops)
+    return NoEnd()
 
 
-def _stopwatch(synchronize: Callable[[], object]) -> Any:
-    """An observer that adds up each op's milliseconds and calls."""
+def _stopwatch(synchronize: Callable[[], object], other: Observer) -> Any:
+    """An observer that adds up each op's milliseconds and calls, and feeds what `other` does."""
     from port.observer import Observer
 
     class Stopwatch(Observer):
         def __init__(self) -> None:
             self.times: dict[str, float] = {}
             self.calls: dict[str, int] = {}
+
+        def token(self, slot: int, token: int) -> int:
+            return other.token(slot, token)
 
         def op(self, names: str | tuple[str, ...], layer: int | None) -> Iterable[None]:
             return self._timed(names if isinstance(names, str) else " + ".join(names))
@@ -336,9 +501,39 @@ def as_text(report: BenchReport) -> str:
         f"{timing.least:10.3f} {timing.most:10.3f}"
         for timing in (*report.ops, *report.forward)
     ]
-    lines.append("")
-    lines += [
-        f"{phase}: the port takes {ratio:.2f} times transformers' time"
-        for phase, ratio in report.ratio.items()
-    ]
+    lines += ["", *_ratio_lines(report), *_cost_lines(report)]
     return "\n".join(lines) + "\n"
+
+
+def _ratio_lines(report: BenchReport) -> Iterator[str]:
+    for what, ratio in report.ratio.items():
+        if ratio is None:
+            continue
+        name = what.removesuffix("_over_floor").replace("_graph", " with graphs")
+        whose = "the floor" if what.endswith("_over_floor") else "transformers' time"
+        yield f"{name}: the port takes {ratio:.2f} times {whose}"
+
+
+def _cost_lines(report: BenchReport) -> Iterator[str]:
+    """What the device and its calls cost."""
+    if report.floor is not None:
+        floor = report.floor
+        yield (
+            f"floor: {floor.weight_bytes / 1e9:.2f} GB of weights read once at "
+            f"{floor.copy_gb_per_s:.0f} GB/s, which copies read and write: "
+            f"{floor.milliseconds:.3f} ms"
+        )
+    if report.call_us is not None:
+        spent = ", ".join(f"{kind} {us:.1f}" for kind, us in report.call_us.items())
+        yield f"host, microseconds a call: {spent}"
+    if report.block_table is not None:
+        table = report.block_table
+        yield (
+            f"block table uploads: {100 * table.share:.0f} % of a decode step "
+            f"({table.step_without:.3f} ms without those that change nothing)"
+        )
+    if report.fiber_switch_ns is not None:
+        yield (
+            f"executor: {report.fiber_switch_ns:.1f} ns from one CUDA thread to the next at a "
+            "barrier"
+        )

@@ -83,6 +83,14 @@ def _needed() -> Iterator[Piece]:
 
 def _optional(model: str) -> Iterator[Piece]:
     yield _piece("cores, memory", _size, False, "more of both: faster, more layers at once", "")
+    yield _piece("thread switch", _switch, False, "how fast kernels run on this CPU", "")
+    yield _piece(
+        "addr2line",
+        _line_teller,
+        False,
+        "the lines of races and of illegal accesses",
+        "install binutils",
+    )
     yield _piece(
         "transformers",
         lambda: _package("transformers"),
@@ -156,6 +164,29 @@ def _compiler() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise _Missing(f"{shlex.join(command)} does not run: {_one_line(error)}") from error
     return f"{done.stdout.partition(chr(10))[0].strip()}: {shlex.join(command)}"
+
+
+def _switch() -> str:
+    """From one CUDA thread to the next at a barrier; a compilation, the first time."""
+    from kernels.compiler import find_compiler
+    from kernels.errors import KernelsError
+    from kernels.measure import switch_nanoseconds
+
+    try:
+        if "ziglang" in find_compiler().command:
+            return "not measured: ziglang's first compilation takes minutes"
+        return f"{switch_nanoseconds():.0f} ns"
+    except (KernelsError, OSError) as error:
+        raise _Missing(_one_line(error)) from error
+
+
+def _line_teller() -> str:
+    from kernels.places import find_tool
+
+    tool = find_tool()
+    if tool is None:
+        raise _Missing
+    return tool
 
 
 def _cache() -> str:

@@ -254,6 +254,7 @@ class FreeRuns:
     """
 
     def __init__(self, request: LadderRequest, checkpoint: Checkpoint, progress: Progress) -> None:
+        from harness.memory import Memory
         from harness.session import Session
 
         self._request, self._progress = request, progress
@@ -261,6 +262,7 @@ class FreeRuns:
         session.steps = request.max_new_tokens - 1  # none, if prefill's token is all
         self.device = session.engine.device.name
         self._calls = session.engine.calls
+        self._memory = Memory(session.engine)
         self._ideal = self._walk()
         for layer in range(checkpoint.layers):
             progress.update("weights", layer, checkpoint.layers)
@@ -286,7 +288,6 @@ class FreeRuns:
     def __call__(self, repairs: tuple[str, ...]) -> Tokens:
         """The engine's tokens with these repairs, compared with the ideal's."""
         from harness.devices import open_device
-        from harness.memory import Memory
         from harness.propagated import Listener, compare_tokens
         from kernels.lift import lift
 
@@ -299,7 +300,7 @@ class FreeRuns:
         launcher.on_incident = engine.device.on_incident
         engine.calls = self._calls.with_kernels(kernels, launcher)
         engine.check_eos_after_prefill = PREFILL_EOS in repairs
-        session.poison(Memory(engine), self._ideal.events, everything=True)
+        session.poison(self._memory, self._ideal.events)
         session.run()
         return compare_tokens(listener.tokens, self._ideal.tokens, self._ideal.logits)
 

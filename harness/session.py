@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from harness.control import forced_tokens
 from harness.devices import open_device
@@ -100,7 +101,10 @@ class Session:
         return None
 
     def kernels_record(self) -> Kernels:
-        return Kernels(str(self.kernels.path), self.kernels.sha256)
+        path = self.kernels.path.resolve()
+        if path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        return Kernels(str(path), self.kernels.sha256)
 
     def model_record(self) -> Model:
         path = self.checkpoint.path

@@ -19,6 +19,11 @@ _TOOLS = ("addr2line", "llvm-addr2line")
 _MARK = re.compile(r'^#line (?P<line>\d+) "(?P<path>(?:[^"\\\n]|\\.)*)"$', re.M)
 
 
+def find_tool() -> str | None:
+    """The program that tells lines; None if there is none here."""
+    return next(filter(None, map(shutil.which, _TOOLS)), None)
+
+
 @dataclass(frozen=True)
 class Place:
     """A line of a source file. `file` is None for the kernels file itself, else the path of what
@@ -75,7 +80,7 @@ class Places:
             line += 1
 
     def _look_up(self, offsets: list[int]) -> None:
-        tool = next(filter(None, map(shutil.which, _TOOLS)), None)
+        tool = find_tool()
         if tool is None:
             return
         told = subprocess.run(

@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process where several test processes run, and a saved model."""
+"""What all tests share: one thread for each of several test processes, and a saved model."""
 
 import os
 import shutil
@@ -9,7 +9,6 @@ import torch
 from llama_folders import SavedModel, llama_config
 
 from reference.checkpoint import open_checkpoint
-
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

@@ -392,7 +392,8 @@ __global__ void all_store(int *out) {
     out[threadIdx.x] = winner;
 }
 __global__ void blocks_meet(float *total) {
-    if (threadIdx.x == 0) total[3] = total[3] + 1.0f;
+    if (threadIdx.x == 0 && blockIdx.x == 1) total[0] = total[3];
+    if (threadIdx.x == 0 && blockIdx.x == 0) total[3] = 1.0f;
 }
 __global__ void blocks_overlap(float *x) { x[blockIdx.x * 31 + threadIdx.x] = 1.0f; }
 __global__ void not_all_atomic(int *out) {
@@ -475,7 +476,7 @@ SUM, STORED = "box[threadIdx.x] += box", "box[threadIdx.x] = 1;"
             2,
             32,
             "out",
-            {at("total[3] = total[3]", "reads"), at("total[3] = total[3]", "writes")},
+            {at("total[0] = total[3];", "reads"), at("total[3] = 1.0f;", "writes")},
         ),
         ("blocks_overlap", 3, 32, "out", {at("x[blockIdx.x * 31", "writes")}),
         (

@@ -1,5 +1,6 @@
 """The ideal along the token streams that the upstream program printed, as it is and with faults
 removed one by one: it agrees with the prints where that variant is right, and parts where not.
+And along transformers' bf16 tokens, which it shares but at near ties.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ VARIANTS = (
     "all_fixed",
 )
 # How many lines of a prompt are looked at. A wrong variant shows in its first steps.
-LINES = {"all_fixed": 31, "softmax_and_rope_pairing_fixed": 12}
+LINES = {"all_fixed": 31, "softmax_and_rope_pairing_fixed": 8}
+HUGGING_FACE = "transformers bf16"
+HUGGING_FACE_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,14 @@ def streams(variant: str) -> list[list[tuple[float, int]]]:
 @pytest.fixture(scope="module")
 def lines() -> dict[str, list[list[Line]]]:
     """variant -> prompt -> lines. All streams walk the layers together, as prefills."""
-    wanted = {v: [s[: LINES.get(v, 6)] for s in streams(v)] for v in VARIANTS}
+    wanted = {v: [s[: LINES.get(v, 4)] for s in streams(v)] for v in VARIANTS}
+    wanted[HUGGING_FACE] = [
+        list(zip(run["margins"], run["tokens"], strict=True))[:HUGGING_FACE_LINES]
+        for run in ENGINE["hf"]["bfloat16"]
+    ]
     sequences = [
         [*prompt, *(token for _, token in stream[:-1])]
-        for variant in VARIANTS
+        for variant in wanted
         for prompt, stream in zip(PROMPTS, wanted[variant], strict=True)
     ]
     models = ideal_and_exact(open_checkpoint("synthetic"))
@@ -101,9 +108,9 @@ def lines() -> dict[str, list[list[Line]]]:
         for states in hidden:
             for i, model in enumerate(models):
                 states[i] = model.prefill_layer(layer, states[i], Cache())
-    found: dict[str, list[list[Line]]] = {variant: [] for variant in VARIANTS}
+    found: dict[str, list[list[Line]]] = {variant: [] for variant in wanted}
     walked = iter(hidden)
-    for variant in VARIANTS:
+    for variant in wanted:
         for prompt, stream in zip(PROMPTS, wanted[variant], strict=True):
             states = next(walked)
             first = len(prompt) - 1
@@ -150,3 +157,19 @@ def test_the_pairing_alone_nearly_agrees_at_short_positions(
 ) -> None:
     told = [line for stream in lines["softmax_and_rope_pairing_fixed"] for line in stream]
     assert sum(line.agrees for line in told) > 0.9 * len(told)
+
+
+def test_the_ideal_takes_transformers_bf16_tokens_but_at_near_ties(
+    lines: dict[str, list[list[Line]]],
+) -> None:
+    """Here `printed` is transformers' own margin between its two greatest logits."""
+    told = [line for stream in lines[HUGGING_FACE] for line in stream]
+    parted = [line for line in told if int(line.ideal.argmax()) != line.token]
+    assert len(told) == HUGGING_FACE_LINES * len(PROMPTS)
+    for line in parted:
+        rms = float((line.ideal - line.exact).square().mean().sqrt())
+        half_step = 2.0 ** (math.floor(math.log2(float(line.ideal.max()))) - 8)
+        behind = float(line.ideal.max() - line.ideal[line.token])
+        # Either run may be off by what bf16 costs each of the two logits.
+        assert min(behind, line.printed) <= 2 * (4 * rms + half_step), (line.index, behind)
+    assert len(parted) < 0.1 * len(told)
