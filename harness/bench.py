@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,15 +307,12 @@ class _PortBench:
         return [_milliseconds(partial(prefill, engine, slot), synchronize) for slot in range(SLOTS)]
 
     def prefills(self) -> list[float]:
+        """Milliseconds of each prefill; afterwards both slots are ready for `steps`."""
         runs = [self._fill() for _ in range(self._repeats + 1)]
         return [time for run in runs[1:] for time in run]
 
     def steps(self) -> list[float]:
-        """Milliseconds of each decode step, from the prompts' ends."""
-        self._fill()
-        return self._steps()
-
-    def _steps(self) -> list[float]:
+        """Milliseconds of each decode step, from where the slots are."""
         from port.main import decode_step
 
         engine = self._engine
@@ -361,10 +359,11 @@ class _PortBench:
         """From steps at the same positions, with and without."""
         from harness.device_costs import without_table_uploads
 
+        self._fill()
         every = statistics.median(self.steps())
         self._fill()
         with without_table_uploads(self._engine):
-            fewer = statistics.median(self._steps())
+            fewer = statistics.median(self.steps())
         return TableUploads(fewer, 1 - fewer / every)
 
     def graph_steps(self) -> list[float]:
@@ -377,6 +376,7 @@ class _PortBench:
         engine.device = graphs = GraphDevice(device)
         engine.calls = calls.with_kernels(self._kernels, graphs)
         try:
+            self._fill()
             return self.steps()
         finally:
             graphs.synchronize()
@@ -440,10 +440,13 @@ def _time_transformers(
             _milliseconds(lambda: model(one, use_cache=True), synchronize)
             for _ in range(repeats + 1)
         ]
-        past = model(one.repeat(SLOTS, 1), use_cache=True).past_key_values
+        # newer versions have another name for it, and warn of the old one
+        known = signature(model.forward).parameters
+        name = "cache" if "cache" in known else "past_key_values"
+        past = {name: getattr(model(one.repeat(SLOTS, 1), use_cache=True), name)}
         row = torch.tensor([[tokens[-1]]] * SLOTS, device=where)
         steps = [
-            _milliseconds(lambda: model(row, past_key_values=past, use_cache=True), synchronize)
+            _milliseconds(lambda: model(row, **past, use_cache=True), synchronize)
             for _ in range(repeats + 1)
         ]
     return prefills[1:], steps[1:]

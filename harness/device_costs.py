@@ -50,8 +50,8 @@ def call_microseconds(engine: Engine, kernels: KernelsFile) -> dict[str, float]:
     kinds: dict[str, Callable[[], object]] = {
         "launch": lambda: device.launch(launch),
         "gemm_ex": gemm,
-        "device copy, 1 KiB": copy,
-        "upload, 16 KiB": upload,
+        "copy_1_kib": copy,
+        "upload_16_kib": upload,
     }
     return {
         kind: median(_batch(device, call) for _ in range(BATCHES)) for kind, call in kinds.items()

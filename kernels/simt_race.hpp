@@ -55,6 +55,10 @@ struct Region {
     uintptr_t used_low, used_high;  // touched in this launch
 };
 
+struct Gap {
+    uintptr_t low, high;
+};
+
 struct WarpTime {
     uint32_t clock;
     uint32_t all_seen;  // every lane is past what any lane did at earlier stamps
@@ -92,6 +96,7 @@ struct Detector {
     std::vector<Publication> publications;
     std::vector<Publication> known;  // by block of this launch; empty if nothing was acquired
     size_t last_allocation = 0, last_shared = 0;
+    Gap gaps[2];  // between allocations, where the last accesses lay that nobody watches
     Cell *arena = nullptr;  // cells of shared arrays
     size_t arena_cells = 0, arena_used = 0;
     unsigned char *dynamic = nullptr;
@@ -175,12 +180,19 @@ static Region *region_of(Detector &d, uintptr_t at) {
             d.last_shared = i;
             return &d.shared[i];
         }
+    for (const Gap &gap : d.gaps)
+        if (at >= gap.low && at < gap.high) return nullptr;
     Region key{};
     key.low = at;
     auto found = std::upper_bound(d.allocations.begin(), d.allocations.end(), key, starts_lower);
-    if (found == d.allocations.begin()) return nullptr;
+    const uintptr_t next = found == d.allocations.end() ? ~uintptr_t(0) : found->low;
+    const uintptr_t before = found == d.allocations.begin() ? 0 : (found - 1)->high;
+    if (at >= before) {
+        d.gaps[1] = d.gaps[0];
+        d.gaps[0] = Gap{before, next};
+        return nullptr;
+    }
     Region &r = *--found;
-    if (at >= r.high) return nullptr;
     if (!r.cells) r.cells = map_cells(cells_for(r.high - r.low));
     if (!r.cells) return nullptr;  // no address space left for it: unwatched
     d.last_allocation = size_t(found - d.allocations.begin());
@@ -399,6 +411,7 @@ static void begin_watch(const Shape *shape, const void *entry, const unsigned *c
     d.arena_used = 0;
     d.publications.clear();
     d.dynamic = nullptr;
+    d.gaps[0] = d.gaps[1] = Gap{};
     for (Region &r : d.allocations) r.used_low = ~uintptr_t(0), r.used_high = 0;
     d.on = true;
 }

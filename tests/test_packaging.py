@@ -64,7 +64,7 @@ def test_requirements_are_the_packages_that_are_imported():
             imported |= set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
     others = imported - set(FOLDERS) - set(sys.stdlib_module_names)
     distribution = {"cuda": "cuda-python", "nvmath": "nvmath-python"}
-    extra = {Requirement(text).name for text in EXTRAS["cuda"]}
+    extra = {Requirement(text).name for text in (*EXTRAS["cuda"], *EXTRAS["plot"])}
     assert {distribution.get(name, name) for name in others} <= needed | extra
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpu_bench import CachedFile, Figures, softmax_repaired
+from gpu_bench import CachedFile, Figures, repaired_kernels
 
 from harness.model_file import model_file
 from kernels.lift import lift
@@ -57,7 +57,14 @@ def cuda() -> Iterator[CudaDevice]:
 @pytest.fixture(scope="session")
 def repaired() -> Iterator[CudaDevice]:
     """The same GPU with the prefill softmax repaired: otherwise all activations are NaN."""
-    with CudaDevice(softmax_repaired()) as device:
+    with CudaDevice(repaired_kernels("softmax-nan")) as device:
+        yield device
+
+
+@pytest.fixture(scope="session")
+def race_free() -> Iterator[CudaDevice]:
+    """The same GPU with decode's attention repaired: otherwise its results are a matter of luck."""
+    with CudaDevice(repaired_kernels("attention-race")) as device:
         yield device
 
 

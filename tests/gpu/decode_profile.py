@@ -24,15 +24,16 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gpu_bench import make_engine, move_engine, softmax_repaired
+from gpu_bench import make_engine, move_engine, repaired_kernels
 
+from harness.device_costs import call_microseconds, without_table_uploads
 from harness.model_file import model_file
 from kernels.lift import KernelsFile, Launch
 from port.cuda_device import CudaDevice
 from port.cuda_graph import Call, CallGraph, CopyCall, GemmCall, GraphDevice, UploadCall
 from port.cuda_graph_nodes import DriverGraphs
 from port.device import Device, HostOrDevice, Incident, MemcpyKind, Operation, Pointer
-from port.main import CHAT_PROMPTS, Engine, decode_step, prefill
+from port.main import CHAT_PROMPTS, Engine, argmax, decode_step, prefill
 from port.observer import Observer
 from reference.checkpoint import open_checkpoint
 
@@ -116,7 +117,7 @@ class Meter:
     ) -> int:
         call = (transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
         if self.kept is not None:
-            self.kept.append(("GEMM", GemmCall(call)))
+            self.kept.append(("GEMM", GemmCall(*call)))
         start = time.perf_counter()
         status = self.device.gemm_ex(*call)
         self._took("GEMM", start)
@@ -135,16 +136,28 @@ def _two_slots(engine: Engine) -> None:
         prefill(engine, slot)
 
 
-def _steps(engine: Engine, begin: Callable[[], None] = lambda: None) -> float:
+def _steps(engine: Engine) -> float:
     """Milliseconds a step, median, from the prompts' ends; the first steps are not counted."""
     _two_slots(engine)
-    begin()
+    return _measured_steps(engine)
+
+
+def _measured_steps(engine: Engine) -> float:
     times = []
     for step in range(STEPS + 4):
         start = time.perf_counter()
         decode_step(engine)
         if step >= 4:
             times.append((time.perf_counter() - start) * 1e3)
+    return median(times)
+
+
+def _argmax_us(row: np.ndarray) -> float:
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        argmax(row)
+        times.append((time.perf_counter() - start) * 1e6)
     return median(times)
 
 
@@ -187,17 +200,9 @@ def profile(engine: Engine, device: CudaDevice, kernels: KernelsFile) -> dict[st
     figures["decode step, upstream on an H200"] = f"{UPSTREAM_MS} ms"
 
     def without_table() -> float:
-        upload = engine.upload_block_table
-
-        def where_it_changed() -> None:
-            if any(length % 16 == 0 for length in engine.current_prompt_len):
-                upload()  # this step takes a new page; or it is the first prompt's prefill
-
-        engine.upload_block_table = where_it_changed  # type: ignore[method-assign]
-        try:
-            return _steps(engine, begin=upload)
-        finally:
-            del engine.upload_block_table  # the class's own shows again
+        _two_slots(engine)
+        with without_table_uploads(engine):
+            return _measured_steps(engine)
 
     no_table = through(device, without_table)
     figures["decode step without table uploads"] = (
@@ -223,6 +228,14 @@ def profile(engine: Engine, device: CudaDevice, kernels: KernelsFile) -> dict[st
     rest = whole - sum(meter.seconds.values()) * 1e3 / (STEPS - 1)
     figures["host, the engine's own Python"] = f"{rest:.3f} ms a step"
 
+    for kind, microseconds in through(device, lambda: call_microseconds(engine, kernels)).items():
+        figures[f"host, one {kind}"] = f"{microseconds:.1f} us"
+    nan = np.full(engine.embed_proj_cpu.shape[1], 0x7FFF, np.uint16)
+    figures["host, argmax of a row"] = (
+        f"{_argmax_us(engine.embed_proj_cpu[0]):.0f} us (of NaN: {_argmax_us(nan):.0f})"
+    )
+
+    _two_slots(engine)
     one_step = meter.kept = []
     through(meter, lambda: decode_step(engine))
     meter.kept = None
@@ -236,7 +249,7 @@ def profile(engine: Engine, device: CudaDevice, kernels: KernelsFile) -> dict[st
 
 
 def main() -> None:
-    kernels = softmax_repaired()
+    kernels = repaired_kernels("softmax-nan")
     with CudaDevice(kernels) as device:
         print(*device.describe(), sep="\n")
         engine = make_engine(device, kernels, model_file(open_checkpoint("synthetic")))

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kernels.lift import HOST_CALLS, KernelsFile, lift, lift_text
+from harness.repairs import apply_repairs
+from kernels.lift import KernelsFile, lift
 from port.cuda_device import CudaDevice
 from port.device import Device, MemcpyKind, Pointer
 from port.host_calls import HostCalls
@@ -107,14 +108,9 @@ class Bench:
         self._taken.clear()
 
 
-def softmax_repaired() -> KernelsFile:
-    """Our kernels with softmax-nan repaired: equal maxima keep their weight, infinite or not."""
-    text = lift().text
-    for side in ("m_a", "m_b"):
-        exponential = f"expf({side} - m_new)"
-        assert text.count(exponential) == 2  # softmaxKernel and softmaxKernelDecode
-        text = text.replace(exponential, f"({side} == m_new ? 1.0f : {exponential})")
-    return lift_text(text, lift().path, HOST_CALLS)
+def repaired_kernels(*repairs: str) -> KernelsFile:
+    """Our kernels with these repairs in them."""
+    return apply_repairs(lift(), repairs)
 
 
 class CachedFile:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -195,34 +193,3 @@ def test_closing_gives_all_memory_back(cuda: CudaDevice) -> None:
         assert free() <= before - 2**30
     assert abs(free() - before) <= 64 * 2**20
     second.close()
-
-
-# --- what a call costs ----------------------------------------------------------------------------
-
-
-def test_what_a_call_costs_the_host(bench: Bench, figures: Figures) -> None:
-    """Median over batches of 100, each waited for, so that the GPU's queue never fills."""
-    device = bench.device
-    x = bench.put(recipe("residualAdd/x", (2, 2048), 1.0))
-    w = bench.put(recipe("rmsNorm/input", (512, 2048), 1.0))
-    out = bench.new((2, 2048))
-    table = np.full((2, 16, 128), -1, np.int32)
-    gpu_table = bench.put(table)
-    launch = Launch("residualKernel", (2, 1, 1), (1024, 1, 1), (out, x))
-    d2d, h2d = MemcpyKind.DEVICE_TO_DEVICE, MemcpyKind.HOST_TO_DEVICE
-    calls: dict[str, Callable[[], object]] = {
-        "launch": lambda: device.launch(launch),
-        "gemm_ex": lambda: device.gemm_ex(T, N, 512, 2, 2048, 1.0, w, 2048, x, 2048, 0.0, out, 512),
-        "1 KiB device copy": lambda: device.memcpy(out, x, 1024, d2d),
-        "16 KiB upload": lambda: device.memcpy(gpu_table, table, table.nbytes, h2d),
-    }
-    for name, call in calls.items():
-        times = []
-        for _ in range(20):
-            device.synchronize()
-            start = time.perf_counter()
-            for _ in range(100):
-                call()
-            times.append((time.perf_counter() - start) * 1e4)  # microseconds a call
-        figures.note(f"host time, {name}", f"{median(times):.1f} us")
-        assert median(times) < 1000

@@ -13,6 +13,7 @@ from port.cuda_device import CudaDevice
 from port.host_calls import rope_frequencies, rope_tables
 
 DIMS = [("q", 2048), ("k", 512)]
+LAUNCHES = 200
 
 
 @pytest.fixture(scope="module")
@@ -208,18 +209,55 @@ def test_silu_digest(bench: Bench, judge: Judge) -> None:
     judge.digest("silu", bench.get(gate, (512, 8192)))
 
 
-@pytest.mark.parametrize("lengths", [(1, 2), (16, 17), (500, 33), (2047, 1024)])
-def test_paged_attention_digest(bench: Bench, judge: Judge, lengths: tuple[int, int]) -> None:
-    """Row 0 is slot 1. The k-th block given out, slot 1 first, is (37k + 11) mod 256."""
-    table = np.full((2, 16, 128), -1, np.int32)
-    given = 0
-    for slot, length in zip((1, 0), lengths, strict=True):
-        for block in range(-(-length // 16)):
-            table[slot, 7, block] = (37 * given + 11) % 256
-            given += 1
-    q = bench.put(recipe("attention/q", (2, 2048), 1.0))
-    cache = bench.put(recipe("attention/kv_cache", (256, 2, 16, 512), 1.0))
-    lens, slots = bench.put(np.array(lengths, np.int32)), bench.put(np.array([1, 0], np.int32))
-    out = bench.new((2, 2048))
-    bench.calls.paged_attention(7, 2, q, cache, bench.put(table), lens, slots, out)
-    judge.digest(f"pagedAttention/{lengths[0]}_{lengths[1]}", bench.get(out, (2, 2048)))
+class Attention:
+    """Layer 7 of two slots. Row 0 is slot 1. The k-th block given out, slot 1 first, is
+    (37k + 11) mod 256."""
+
+    def __init__(self, bench: Bench, lengths: tuple[int, int]) -> None:
+        table = np.full((2, 16, 128), -1, np.int32)
+        given = 0
+        for slot, length in zip((1, 0), lengths, strict=True):
+            for block in range(-(-length // 16)):
+                table[slot, 7, block] = (37 * given + 11) % 256
+                given += 1
+        self._bench = bench
+        self._out = bench.new((2, 2048))
+        self._pointers = [
+            bench.put(recipe("attention/q", (2, 2048), 1.0)),
+            bench.put(recipe("attention/kv_cache", (256, 2, 16, 512), 1.0)),
+            bench.put(table),
+            bench.put(np.array(lengths, np.int32)),
+            bench.put(np.array([1, 0], np.int32)),
+        ]
+
+    def run(self) -> np.ndarray:
+        self._bench.calls.paged_attention(7, 2, *self._pointers, self._out)
+        return self._bench.get(self._out, (2, 2048))
+
+
+LENGTHS = [(1, 2), (16, 17), (500, 33), (2047, 1024)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_paged_attention_digest_with_its_race_repaired(
+    race_free: CudaDevice, judge: Judge, lengths: tuple[int, int]
+) -> None:
+    bench = Bench(race_free, race_free.kernels)
+    try:
+        attention = Attention(bench, lengths)
+        for _ in range(20):
+            judge.digest(f"pagedAttention/{lengths[0]}_{lengths[1]}", attention.run())
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_how_often_the_attention_race_shows(
+    bench: Bench, figures: Figures, lengths: tuple[int, int]
+) -> None:
+    """A figure only: as upstream has it, the kernel's result depends on which warp is ahead."""
+    wanted = digests()[f"pagedAttention/{lengths[0]}_{lengths[1]}"]["sha256"]
+    attention = Attention(bench, lengths)
+    different = sum(sha256(attention.run()) != wanted for _ in range(LAUNCHES))
+    name = f"attention as it is, lengths {lengths[0]} and {lengths[1]}"
+    figures.note(name, f"{different} of {LAUNCHES} launches differ")
