@@ -46,11 +46,13 @@ class LadderRequest:
     """What `ladder` is asked to do. Checks itself: raises UsageError for what can not be done.
 
     layer: where ops are compared. max_new_tokens: of each prompt, the first of them prefill's.
+    decode_ids: what decode takes where ops are compared; the free runs take their own tokens.
     """
 
     layer: int = 0
     max_new_tokens: int = 8
     prompt_ids: tuple[Ids, ...] | None = None
+    decode_ids: tuple[Ids, ...] | None = None
     model: str = options.SYNTHETIC
     seed: int = 0
     device: str = "auto"
@@ -72,12 +74,14 @@ class LadderRequest:
                     f"(got {len(self.prompt_ids)})"
                 )
         prompt.check_length(self.prompt_ids, self.max_new_tokens)
+        self.compare_request(())  # checks the rest
 
     def compare_request(self, repairs: Sequence[str]) -> CompareRequest:
         """The isolated comparison of a rung. Races show on the host only."""
         return CompareRequest(
             layers=(self.layer,),
             prompt_ids=self.prompt_ids,
+            decode_ids=self.decode_ids,
             model=self.model,
             seed=self.seed,
             device=self.device,
@@ -394,6 +398,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prompt as 1,2,3; once a slot, or 1,2,3;4,5, or @FILE (default: two hard-coded)",
     )
     group.add_argument(
+        "--decode-ids",
+        action="append",
+        metavar="IDS",
+        help="tokens that decode takes where ops are compared; 128009 ends a slot after prefill",
+    )
+    group.add_argument(
         "--no-battery",
         dest="battery",
         action="store_false",
@@ -412,6 +422,7 @@ def from_args(args: argparse.Namespace) -> LadderRequest:
         layer=layers[0],
         max_new_tokens=args.max_new_tokens,
         prompt_ids=args.prompt_ids and prompt.parse_ids(args.prompt_ids, "--prompt-ids"),
+        decode_ids=args.decode_ids and prompt.parse_ids(args.decode_ids, "--decode-ids"),
         model=model,
         seed=seed,
         device=args.device,

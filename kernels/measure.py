@@ -46,10 +46,13 @@ def switch_nanoseconds(turns: int = 300) -> float:
     return (run(turns + 1) - run(1)) / (turns * 1024) * 1e9
 
 
-def launch_milliseconds(threads: int | None = None) -> dict[str, float]:
-    """Milliseconds of one launch by name: 17 tokens; attention at lengths 20 and 500."""
+def launch_milliseconds(threads: int | None = None, races: bool = False) -> dict[str, float]:
+    """Milliseconds of one launch by name: 17 tokens; attention at lengths 20 and 500.
+
+    races: with the race detector looking on.
+    """
     file = lift()
-    executor = Executor(file, threads=threads)
+    executor = Executor(file, threads=threads, races=races)
 
     def zeros(size: int) -> int:
         address = executor.allocate(size)
@@ -87,8 +90,10 @@ def main() -> None:
     Executor(lift())
     print(f"{'compile, or load from the cache':32} {time.perf_counter() - start:8.2f} s")
     print(f"{'fiber switch':32} {switch_nanoseconds():8.1f} ns")
+    watched = launch_milliseconds(races=True)
+    print(f"{'':46}looking for races")
     for name, value in launch_milliseconds().items():
-        print(f"{name:32} {value:8.2f} ms")
+        print(f"{name:32} {value:8.2f} ms {watched[name]:16.2f} ms")
 
 
 if __name__ == "__main__":

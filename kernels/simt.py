@@ -3,6 +3,7 @@
     executor = Executor(lift())
     x = executor.allocate(17 * 2048 * 2, "x")        # an address; guarded, full of NaN
     executor.launch(file.call("rmsNorm", x, out, weight, 17))
+    Executor(lift(), races=True)                     # the same, and take_races() after a launch
 
 `python -m kernels.measure` measures a fiber switch and some launches on this machine.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -249,6 +252,7 @@ class Executor:
         self._library = _open(self.path)
         self._library.simt_bind.argtypes = (ctypes.c_void_p,)
         self._library.simt_bind(self._runtime.simt_api())
+        self._turn = threading.Lock()
         self._races: list[RaceReport] = []
         self._watch: _Watch | None = None
         if races:
@@ -301,14 +305,15 @@ class Executor:
             ctypes.addressof(self._watch) if self._watch is not None else None,
         )
         report = _Report()
-        status = self._runtime.simt_launch(
-            self._entries[launch.kernel],
-            ctypes.addressof(shape),
-            packed.address,
-            ctypes.addressof(report),
-        )
-        if self._watch is not None and self._watch.count:
-            self._take(launch.kernel, self._watch)
+        with self._turn if self._watch is not None else nullcontext():
+            status = self._runtime.simt_launch(
+                self._entries[launch.kernel],
+                ctypes.addressof(shape),
+                packed.address,
+                ctypes.addressof(report),
+            )
+            if self._watch is not None and self._watch.count:
+                self._take(launch.kernel, self._watch)
         if status < 0:
             raise MemoryError("no memory for the stacks of the CPU executor")
         if status:

@@ -6,6 +6,7 @@
 // lanes of a shuffle's or __syncwarp's mask did before it and what they do after it. Nothing orders two
 // blocks of a launch, and nothing else orders two threads, not even being of one warp (sm_70 and later
 // run lanes independently). So a race is found whatever the schedule was, if only its two accesses ran.
+// (Of memory, CUDA promises an order by __syncwarp only; by shuffles it has one wherever it was seen.)
 //
 // Time is one clock a warp. An access is stamped with it, a shuffle advances it, and a barrier sets
 // all to one past the greatest. One cell for two bytes of memory keeps its last write, and up to two

@@ -463,13 +463,17 @@ def argmax(row: np.ndarray) -> tuple[float, int]:
     Starts from index 0 and moves only on strictly greater, so NaN never wins and a row of NaN
     gives index 0. Upstream walks the row; a NumPy pass finds the same element.
     """
-    logits = (row.astype(np.uint32) << 16).view(np.float32)
-    max_token, max_index = float(logits[0]), 0
-    greater = np.flatnonzero(logits > max_token)
-    if greater.size:
-        max_index = int(greater[np.argmax(logits[greater])])
-        max_token = float(logits[max_index])
-    return max_token, max_index
+    # Positive numbers are in the order of their bits, up to infinity's; the rest take a walk.
+    bits = row.view(np.int16)
+    max_index = int(np.argmax(bits))
+    if (row[0] & 0x7FFF) > 0x7F80:  # NaN
+        max_index = 0
+    elif not 0 < bits[max_index] <= 0x7F80:
+        logits = (row.astype(np.uint32) << 16).view(np.float32)
+        greater = np.flatnonzero(logits > logits[0])
+        max_index = int(greater[np.argmax(logits[greater])]) if greater.size else 0
+    max_token = (row[max_index, None].astype(np.uint32) << 16).view(np.float32)
+    return float(max_token[0]), max_index
 
 
 def print_token(e: Engine, max_token: float, token: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from harness import ladder as ladder_module
 from harness.cli import main
+from harness.compare import compare
 from harness.errors import UsageError
 from harness.ladder import LadderReport, LadderRequest, Rung, climb, ladder
 from harness.progress import Progress
@@ -213,12 +215,27 @@ def test_the_json_holds_every_rung_and_reads_back() -> None:
         ({"max_new_tokens": 0}, "--max-new-tokens must be 1 or more"),
         ({"prompt_ids": ((1,), (2,), (3,))}, "one prompt a slot"),
         ({"prompt_ids": ((128256,),)}, "a token id must be"),
+        ({"decode_ids": ((1,), (2,), (3,))}, "--decode-ids must give one list a slot"),
         ({"max_new_tokens": 2040}, "at most 2048 tokens together"),
     ],
 )
 def test_what_can_not_be_done_is_told(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         LadderRequest(**options)
+
+
+def test_an_end_token_of_prefill_is_found_and_repaired() -> None:
+    request = LadderRequest(prompt_ids=((1, 2), (3,)), decode_ids=((128009,), (5,)))
+
+    def compared(repairs: tuple[str, ...]) -> Report:
+        control = replace(request.compare_request(repairs), op="^(schedule|block_table)$")
+        return compare(control, Progress(io.StringIO()))
+
+    rungs = climbed(compared)
+    assert told(rungs) == [(set(), True), ({"prefill-eos"}, True)]
+    assert rungs[0].culprit is not None
+    assert (rungs[0].culprit.phase, rungs[0].culprit.op) == SCHEDULE
+    assert rungs[1].culprit is None
 
 
 def test_mistakes_on_the_command_line_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

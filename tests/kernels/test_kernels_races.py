@@ -181,6 +181,14 @@ def test_unguarded_adds_of_the_norm_race() -> None:
     assert found(bench) == {("rmsNormKernel", "rms_vector", f"reads {add}", f"writes {add}")}
 
 
+def test_p26_itself_is_found_though_it_also_leaves_the_array() -> None:
+    text = OWN.replace("if (threadIdx.x % (i * 2) == 0) {", "{", 1)
+    bench = watched(text)
+    with pytest.raises(LaunchError, match="index 1024 is outside the array"):
+        run_norm(bench)
+    assert {race[:2] for race in found(bench)} == {("rmsNormKernel", "rms_vector")}
+
+
 def test_a_barrier_that_one_warp_only_reaches_is_a_fault_with_its_line() -> None:
     second = [at for at in BARRIERS if _kernel_at(at) == "pagedAttentionKernel"][1]
     bench = watched(OWN[:second] + "if (threadIdx.x < 32) " + OWN[second:])

@@ -119,6 +119,23 @@ def test_argmax_moves_on_strictly_greater_only() -> None:
     assert np.isnan(argmax(bits(np.nan, np.nan))[0])
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_argmax_is_what_walking_the_row_finds(seed: int) -> None:
+    """Rows of few values, so that ties, both zeros, infinities and NaN of both signs meet."""
+    rng = np.random.default_rng(seed)
+    some = rng.choice([0x0000, 0x8000, 0x3F80, 0xBF80, 0x7F80, 0xFF80, 0x7FFF, 0xFFC0, 0x7F81], 4)
+    some = np.append(some, rng.integers(0, 2**16, 2))
+    row = rng.choice(some, 9).astype(np.uint16)
+    logits = (row.astype(np.uint32) << 16).view(np.float32).tolist()
+    greatest, index = logits[0], 0
+    for at, logit in enumerate(logits):
+        if logit > greatest:
+            greatest, index = logit, at
+    got = argmax(row)
+    assert got[1] == index
+    assert got[0] == greatest or (np.isnan(got[0]) and np.isnan(greatest))
+
+
 def test_the_loader_maps_every_tensor_to_its_bytes(tmp_path: Path, device: LoggedDevice) -> None:
     import torch
     from safetensors.torch import save_file
