@@ -66,6 +66,7 @@ class Isolated:
             cases = walk.layer(layer, wanted)
             if wanted:
                 yield self._stage(cases, inside, layer, first=layer == session.layers[0])
+            del cases  # and with them the layer's weights, before the next layer's are made
         if after:
             session.progress.update("logits")
             yield self._stage(walk.final(), around, None, first=True)
@@ -134,14 +135,15 @@ class Isolated:
         return [self._explained(row, around) for row in rows_of(self._probe.finish())]
 
     def _explained(self, row: Row, around: Sequence[Case]) -> Row:
-        """The row with its diagnosis, if it is the first failing one of its op and phase."""
+        """The row with its diagnosis, if it is the first failing one of its op and phase; without
+        its observations, which hold on to a layer's weights."""
         result = row.result
         if result.verdict not in _EXPLAINED or (result.phase, result.op) in self._diagnosed:
-            return row
+            return replace(row, observations=())
         self._diagnosed.add((result.phase, result.op))
         self._session.progress.update(f"diagnosing {result.op}")
         found = diagnoses_of(row.observations, around, self._session.checkpoint)
-        return replace(row, result=replace(result, diagnosis=found))
+        return replace(row, result=replace(result, diagnosis=found), observations=())
 
 
 def _weights_by_op(cases: Iterable[Case]) -> dict[str, dict[str, Tensor]]:

@@ -146,14 +146,16 @@ class Probe(Observer):
             self._host().schedule = "benign"
 
     def finish(self) -> list[Observation]:
-        """All observations. A case whose op never ran, though its event took place, has `got` None;
-        events that did not take place, or not with these slots, are for `schedule` to tell."""
+        """All observations, given up to the caller. A case whose op never ran, though its event
+        took place, has `got` None; events that did not take place, or not with these slots, are
+        for `schedule` to tell."""
         left = [
             Observation(case, None, incidents=tuple(self._incidents))
             for case in self._cases.values()
             if (case.event.phase, case.event.index, case.event.slots) in self._events
         ]
-        return self.observations + left
+        made, self.observations, self._cases = self.observations + left, [], {}
+        return made
 
     def prefill_begins(self, engine: Engine, slot: int, num_tokens: int) -> None:
         self._enter(PREFILL, (slot,), num_tokens)

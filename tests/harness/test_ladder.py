@@ -15,11 +15,11 @@ from harness import ladder as ladder_module
 from harness.cli import main
 from harness.compare import compare
 from harness.errors import UsageError
-from harness.ladder import LadderReport, LadderRequest, Rung, climb, ladder
+from harness.ladder import FreeRuns, LadderReport, LadderRequest, Rung, climb, ladder
 from harness.progress import Progress
 from harness.report.ladder import as_json, as_text
 from harness.result import Diagnosis, Flip, Kernels, Model, Race, Report, Result, Tokens
-from reference.checkpoint import Synthetic
+from reference.checkpoint import Synthetic, open_checkpoint
 
 ENGINE = json.loads((Path(__file__).parents[1] / "golden" / "engine.json").read_text())
 
@@ -336,14 +336,19 @@ def test_on_all_layers_each_rung_prints_what_the_upstream_program_printed() -> N
 
 @pytest.mark.long
 def test_at_long_positions_the_scaling_begins_to_matter() -> None:
-    prompts = (tuple((1009 + 7919 * i) % 128000 for i in range(400)),)
-    request = LadderRequest(prompt_ids=prompts, max_new_tokens=8, battery=False)
-    report = ladder(request, Progress(io.StringIO()))
-    agree = {frozenset(rung.repairs): rung.tokens.agree for rung in report.rungs}
-    low = {"softmax-nan"}
-    both, pairing, scaling = (agree[frozenset(low | more)] for more in (BOTH, {PAIRING}, {SCALING}))
-    assert both > pairing >= 1
-    assert both > scaling
+    count = 10
+    prompts = (tuple((1009 + 7919 * i) % 128000 for i in range(240)),)
+    request = LadderRequest(prompt_ids=prompts, max_new_tokens=count)
+    checkpoint = open_checkpoint("synthetic", cache_bytes=ladder_module.CACHE_BYTES)
+    runs = FreeRuns(request, checkpoint, Progress(io.StringIO()))
+    both, pairing, scaling = (
+        runs(("softmax-nan", *more)) for more in ((PAIRING, SCALING), (PAIRING,), (SCALING,))
+    )
+    assert both.agree == count
+    # right at first, then it drifts; and without the pairing the scaling repairs nothing
+    assert pairing.port[0][:2] == pairing.ideal[0][:2]
+    assert scaling.agree < pairing.agree < count
+    assert [flip.kind for flip in pairing.flips] == ["flip"]
 
 
 def test_near_ties_are_marked() -> None:
