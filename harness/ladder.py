@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -157,15 +157,17 @@ Run = Callable[[tuple[str, ...]], Tokens]
 
 
 def climb(compare: Compare, run: Run) -> Iterator[Rung]:
-    """The rungs, from none to the repairs with which nothing fails, or with which no repair helps.
+    """The rungs, from none to the repairs with which nothing fails that a repair can help.
 
-    Knows of a repair only which ops it declares.
+    Knows of a repair only which ops it declares. An op that none makes pass is left behind, and the
+    next one that fails is looked at.
     """
     kept: tuple[str, ...] = ()
+    behind: set[tuple[str, str]] = set()  # (phase, op)
     started = time.perf_counter()
     report = compare(kept)
-    yield _rung(report, run(kept), None, True, time.perf_counter() - started)
-    while culprit := first_culprit(report):
+    yield _rung(report, run(kept), None, True, time.perf_counter() - started, behind)
+    while (culprit := first_culprit(report, behind)) and (culprit.phase, culprit.op) not in behind:
         candidates = [name for name in repairs_of(culprit.phase, culprit.op) if name not in kept]
         found: tuple[tuple[str, ...], Report] | None = None
         for size in range(1, len(candidates) + 1):
@@ -174,13 +176,15 @@ def climb(compare: Compare, run: Run) -> Iterator[Rung]:
                 started = time.perf_counter()
                 tried = compare(names)
                 keep = found is None and _passes(tried, culprit)
-                yield _rung(tried, run(names), culprit, keep, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                yield _rung(tried, run(names), culprit, keep, seconds, behind)
                 found = (names, tried) if keep else found
             if found is not None:
                 break
         if found is None:
-            return
-        kept, report = found
+            behind.add((culprit.phase, culprit.op))
+        else:
+            kept, report = found
 
 
 def culprits(report: Report) -> list[Culprit]:
@@ -196,9 +200,10 @@ def culprits(report: Report) -> list[Culprit]:
     )
 
 
-def first_culprit(report: Report) -> Culprit | None:
-    """The first op that fails, in values or by a race."""
-    return next(iter(culprits(report)), None)
+def first_culprit(report: Report, behind: Collection[tuple[str, str]] = ()) -> Culprit | None:
+    """The first op that fails, in values or by a race; one left behind only if no other does."""
+    found = culprits(report)
+    return next((c for c in found if (c.phase, c.op) not in behind), next(iter(found), None))
 
 
 def _passes(report: Report, culprit: Culprit) -> bool:
@@ -206,9 +211,14 @@ def _passes(report: Report, culprit: Culprit) -> bool:
 
 
 def _rung(
-    report: Report, tokens: Tokens, tried_for: Culprit | None, kept: bool, seconds: float
+    report: Report,
+    tokens: Tokens,
+    tried_for: Culprit | None,
+    kept: bool,
+    seconds: float,
+    behind: Collection[tuple[str, str]],
 ) -> Rung:
-    culprit = first_culprit(report)
+    culprit = first_culprit(report, behind)
     rows = [
         row
         for row in report.results

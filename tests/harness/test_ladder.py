@@ -144,6 +144,19 @@ def test_it_stops_where_no_repair_helps_and_where_none_is_declared() -> None:
     assert told(alone) == [(set(), True), ({"softmax-nan"}, False)]
 
 
+def test_an_op_that_no_repair_declares_is_left_behind_and_the_next_one_repaired() -> None:
+    def compare(repairs: tuple[str, ...]) -> Report:
+        return report_of(repairs, [SOFTMAX] if PAIRING in repairs else [SOFTMAX, Q_ROPE])
+
+    rungs = climbed(compare)
+    assert told(rungs)[:2] == [(set(), True), ({"softmax-nan"}, False)]
+    assert ({PAIRING}, True) in told(rungs)
+    top = [rung for rung in rungs if rung.kept][-1]
+    assert top.culprit is not None
+    assert (top.culprit.phase, top.culprit.op) == SOFTMAX
+    assert top.exit_code == 1
+
+
 stuck_at = report_of(("softmax-nan",), [SOFTMAX])
 
 
@@ -321,7 +334,7 @@ def test_on_all_layers_each_rung_prints_what_the_upstream_program_printed() -> N
     }
     assert list(rungs)[:2] == list(golden)[:2]
     assert set(rungs) >= set(golden)
-    margins = ENGINE["hf"]["float64"]["margins"]
+    margins = ENGINE["hf"]["float64"][0]["margins"]
     for repairs, name in golden.items():
         for slot in (0, 1):
             got, want = list(rungs[repairs].port[slot]), lines_of(name, slot, count)
