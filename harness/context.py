@@ -73,6 +73,12 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor | None:
 
 
 def _rows(checkpoint: Checkpoint, name: str, ids: Tensor) -> Tensor | None:
+    entry = checkpoint.header().get(name)
+    if entry is None:
+        return None
+    if len(entry["shape"]) == 1:  # a norm's weight: its elements are its rows
+        whole = _tensor(checkpoint, name)
+        return None if whole is None else whole[ids]
     try:
         return checkpoint.rows(name, ids)
     except (KeyError, IndexError, CheckpointError):

@@ -124,7 +124,7 @@ def test_help_and_mistakes_import_nothing_heavy(words: list[str]):
         (["compare", "--lay", "1"], "unrecognized arguments: --lay 1"),
         (["compare", "--op"], "--op expected one argument; see python -m harness compare --help"),
         (["compare", "-v", "-q"], "-q not allowed with argument -v"),
-        (["compare", "--races"], "unrecognized arguments: --races"),
+        (["compare", "--racing"], "unrecognized arguments: --racing"),
     ],
 )
 def test_mistakes_in_the_words_are_one_line(

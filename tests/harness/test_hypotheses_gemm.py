@@ -227,6 +227,11 @@ def _gemm_faults() -> Iterator[Fault]:
     yield fault("transposed weight + truncated store", lambda: x @ w, rounding=cut)
     yield fault("alpha + part of the sum", lambda: 2 * x[:, :128] @ w[:, :128].T)
     yield fault("constant ratio", lambda: x @ w.T * F32(1.003))
+    halves = [
+        f32(round_to_bf16(torch.from_numpy(np.float64(x[:, half] @ w[:, half].T))))
+        for half in (slice(0, x.shape[1] // 2), slice(x.shape[1] // 2, None))
+    ]
+    yield fault("bf16 partial sums", lambda: halves[0] + halves[1])
     tapped = Context(taps={"mlp_norm": normal(47, n, 256)})
     z = f32(tapped.taps["mlp_norm"])
     yield fault("wrong operand", lambda: z @ w.T, context=tapped)
