@@ -18,7 +18,8 @@ from reference import ops
 from reference.checkpoint import Checkpoint
 from reference.config import EMBED
 
-_REFERENCE: dict[str, Callable[..., Tensor]] = {
+REFERENCE: dict[str, Callable[..., Tensor]] = {
+    "embed": ops.embed,
     **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), ops.rms_norm),
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), ops.linear),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "logits"), ops.linear),
@@ -40,7 +41,7 @@ def reference_result(op: str, inputs: Mapping[str, Any]) -> Tensor:
     if op == "embed":
         # The recorded weight is the rows of these tokens, not the table.
         return ops.embed(torch.arange(len(inputs["tokens"])), inputs["weight"])
-    return _REFERENCE[op](**inputs)
+    return REFERENCE[op](**inputs)
 
 
 class BatteryPass:

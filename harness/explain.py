@@ -1,7 +1,7 @@
 """One op's lesson in the terminal: what it computes, both programs' text, and this run's numbers.
 
 All of it is looked up: the port's lines and the reference's by `inspect`, the kernel in the kernels
-file that ran. To add an op: its reference function in _REFERENCE.
+file that ran. Which function an op is stands in battery_cases.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,6 @@ from harness.taps import PREFILL, TAPS
 if TYPE_CHECKING:
     from kernels.lift import KernelsFile
 
-_PROJECTIONS: Final = ("q", "k", "v", "o", "gate", "up", "down")
-_REFERENCE: Final = {
-    **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), "rms_norm"),
-    **dict.fromkeys((*(f"{name}_proj" for name in _PROJECTIONS), "logits"), "linear"),
-    **dict.fromkeys(("q_rope", "k_rope"), "rope"),
-    **dict.fromkeys(("attn_residual", "mlp_residual"), "residual"),
-}  # of the others, the op's own name
 _GAP: Final = " | "
 _PLAIN_WIDTH: Final = 110
 
@@ -84,9 +77,9 @@ def _what(op: str) -> str:
 
 
 def _function(op: str) -> object:
-    from reference import ops
+    from harness.battery_cases import REFERENCE
 
-    return getattr(ops, _REFERENCE.get(op, op))
+    return REFERENCE[op]
 
 
 def reference_text(op: str) -> str:

@@ -140,11 +140,6 @@ class Memory:
         self._engine.device.memcpy(out, pointer, region.size, MemcpyKind.DEVICE_TO_HOST)
         return out
 
-    def read_bits(self, regions: Iterable[Region], shape: tuple[int, ...]) -> np.ndarray:
-        """The regions' bf16 bits one after the other, uint16 of `shape`."""
-        data = [self.read(region) for region in regions]
-        return np.concatenate(data).view(np.uint16).reshape(shape)
-
     def write(self, region: Region, data: np.ndarray) -> None:
         """Write `data` (any dtype, contiguous, region.size bytes) and note it in the shadow."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)

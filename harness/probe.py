@@ -19,6 +19,7 @@ import torch
 from harness.memory import Change, Memory, Region
 from harness.races import difference
 from harness.taps import DECODE, PREFILL, Tap
+from harness.verdict import POISON
 from port import main as engine_main
 from port.device import Incident
 from port.host_device import HostDevice
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from harness.control import ControlRecorder
 
 _ROW_BYTES = engine_main.KV_DIM * engine_main.BF16
-_POISON_BITS = 0xFFFF
 # What the engine itself uploads between ops.
 _CONTROL_BUFFERS = (
     "gpu_block_table",
@@ -298,7 +298,7 @@ class Probe(Observer):
         """Its result goes nowhere but to `token`, which the engine calls after this op."""
         logits = bf16_bits(case.inputs["logits"])  # (rows, 128256)
         first = len(case.event.positions) - len(logits)  # prefill looks at its last row only
-        self.engine.embed_proj_cpu[: len(case.event.positions)] = _POISON_BITS
+        self.engine.embed_proj_cpu[: len(case.event.positions)] = POISON
         self.engine.embed_proj_cpu[first : first + len(logits)] = logits
         yield
         self._pending = case
